@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import ROOT
+from benchmarks import ROOT, require
 from benchmarks.contenders import LOOPS, argv, pretrain
 from benchmarks.machine import hardware
 from benchmarks.random_shard import write_random_shard
@@ -43,11 +43,13 @@ from tests.launching import free_port
 OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
 STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
 STEPS = 1_000_000  # more than a benchmark needs: it kills its contenders before
+PRECISIONS = ("bf16", "fp16")  # keys of the JSON that pretrain.py resolves for all contenders
 LEARNING_RATE = 1e-5  # for contenders without a warm-up
 
 
 def main() -> None:
     arguments = parse_arguments()
+    require("accelerate")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends its contenders
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
@@ -68,7 +70,10 @@ def main() -> None:
         finally:
             for contender in contenders:
                 contender.kill()
-    show(describe(seconds, step_tokens(arguments)), hardware(), arguments.output)
+        precision = (
+            "bf16" if resolved_profile(arguments, scratch / "run")["bf16"]["enabled"] else "fp32"
+        )
+    show(describe(seconds, step_tokens(arguments), precision), hardware(), arguments.output)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -189,11 +194,15 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
         own = pretrain(step_tokens(arguments), STEPS, run_dir, data, **flags)
         return [*own, *common, *arguments.flags.split()]
     common += argv(steps=STEPS, shard=data / "shard-00000.bin")
+    resolved, ours = scratch / "resolved.json", resolved_profile(arguments, run_dir)
     if name == BARE:
-        resolved = scratch / "resolved.json"
-        resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
+        resolved.write_text(json.dumps(ours))
         return [f"{LOOPS}/bare_deepspeed.py", *common, *argv(deepspeed_config=resolved)]
-    more = argv(**profile, **batch, accumulation=arguments.accumulation)
+    own = json.loads(
+        Path(arguments.deepspeed_config).read_text()
+    )  # Trainer fills its "auto" values
+    resolved.write_text(json.dumps(own | {key: ours[key] for key in PRECISIONS if key in ours}))
+    more = argv(deepspeed_config=resolved, **batch, accumulation=arguments.accumulation)
     more += argv(learning_rate=LEARNING_RATE)
     return [f"{LOOPS}/hf_trainer.py", *common, *more, *arguments.trainer_flags.split()]
 
@@ -208,7 +217,7 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
     return ds_config
 
 
-def describe(seconds: dict[str, list[float]], tokens: int) -> list[str]:
+def describe(seconds: dict[str, list[float]], tokens: int, precision: str) -> list[str]:
     """Return the table of steps per second and of ratios to pretrain.py, and a description."""
     rows = []
     for name, times in seconds.items():
@@ -222,8 +231,8 @@ def describe(seconds: dict[str, list[float]], tokens: int) -> list[str]:
     ]  # fmt: skip
     return [
         table(head, rows),
-        f"{len(seconds[OURS])} rounds of {tokens:,} tokens per step; the last column is the median "
-        f"over the rounds.",
+        f"{len(seconds[OURS])} rounds of {tokens:,} tokens per step, all in {precision}; the last "
+        f"column is the median over the rounds.",
     ]
 
 

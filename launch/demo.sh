@@ -63,7 +63,7 @@ title "Token shards"
 for source in code prose; do
     python -m data_prep tokenize --input demo/text/$source.jsonl --tokenizer demo/tokenizer \
         --output demo/shards/$source --workers 2 \
-        --val_fraction 0.02 --val_output demo/shards/$source-val
+        --val_fraction 0.05 --val_output demo/shards/$source-val
 done
 
 title "Train on $num_processes processes with ZeRO-2, and stop after half a minute"

@@ -6,8 +6,10 @@ Installs with uv, which uses pip's settings and takes a fifth of pip's time (doc
 the fallback. Standard library only, since this script runs before anything is installed.
 """
 
+import ast
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -23,7 +25,10 @@ CONSTRAINTS = ROOT / ".cache" / "constraints.txt"
 
 ALWAYS = ("fast-tokenizers",)  # for the demo and the README's tokenize command
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "numpy")  # DeepSpeed's build also imports torch
+HEADER = Path(sysconfig.get_path("include")) / "Python.h"
+GET_HEADER = "apt-get install python3-dev, or the one of your Python"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's official index
+ERROR_CHARACTERS = 300
 PROGRESS_SECONDS = 15.0  # between progress lines of a stage
 
 PIP = (sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -38,6 +43,8 @@ def main(extras: Sequence[str]) -> None:
     if unknown := set(extras) - set(known):
         names = ", ".join(sorted(unknown))
         sys.exit(f"setup: no extra {names} in setup.cfg. It has {', '.join(known)}.")
+    if "dev" in extras and not HEADER.is_file():
+        sys.exit(f"setup: no {HEADER}: the tests compile DeepSpeed's operators: {GET_HEADER}")
     start, wanted = time.monotonic(), ",".join(sorted({*ALWAYS, *extras}))
     LOG.write_bytes(b"")
     os.environ["DS_BUILD_OPS"] = "0"  # DeepSpeed's operators are built on first use
@@ -159,32 +166,46 @@ def uv_options() -> list[str]:
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True).stdout
     settings = {"extra-index-url": ""}
     for section in ("global", "install", ":env:"):  # later sections take precedence
-        settings |= re.findall(rf"^{section}\.({SAME_FOR_UV})='(.*)'$", listed, re.MULTILINE)
+        found = re.findall(rf"^{section}\.({SAME_FOR_UV})=(.*)$", listed, re.MULTILINE)
+        settings |= {name: ast.literal_eval(value) for name, value in found}
     settings["extra-index-url"] += f" {os.environ.get('ZEROLM_TORCH_INDEX', '')}"
     os.environ["PIP_EXTRA_INDEX_URL"] = settings["extra-index-url"].strip()
     options = ["--no-config", "--index-strategy=unsafe-best-match"]  # newest version in any index
     if settings.pop("no-index", "") in ("1", "true"):
         options += ["--no-index"]
+    if "find-links" in settings:
+        settings["find-links"] = existing_places(settings["find-links"].split())
     return options + [f"--{name}={each}" for name in settings for each in settings[name].split()]
+
+
+def existing_places(places: Sequence[str]) -> str:
+    """Return find-links without missing directories, where pip continues and uv ends."""
+    kept = []
+    for place in places:
+        path = re.sub("^file:(//)?", "", place)
+        if not re.match("[a-z]+://", path) and not Path(path).expanduser().exists():
+            print(f"setup: note: find-links {place}: no such file or directory: ignored")
+        else:
+            kept.append(str(Path(place).expanduser()) if place.startswith("~") else place)
+    return " ".join(kept)
 
 
 def build_operator() -> None:
     """Build DeepSpeed's operator for CPU collectives in the directory that runs load it from."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.is_file():
+    if not HEADER.is_file():
         print(
-            f"setup: note: no {header}: profiles that offload to the CPU need it to compile their "
-            "optimizer (apt-get install python3-dev)"
+            f"setup: note: no {HEADER}: collectives on CPUs are slower, and profiles that offload "
+            f"to the CPU cannot compile their optimizer: {GET_HEADER}"
         )
         return
-    for lock in Path(sys.prefix, "torch_extensions").rglob("lock"):
-        lock.unlink()  # left by a killed build; later builds would wait for it
     code = (
         "import os\n"
         "from zerolm.common.machine import keep_operators\n"
+        "from zerolm.engine.operators import guard_builds\n"
         "keep_operators(os.environ)\n"
         "os.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "from deepspeed.accelerator import get_accelerator as get\n"
+        "guard_builds(print)\n"
         "get().create_op_builder('ShareMemCommBuilder').load()"
     )
     title = "build DeepSpeed's operator for communication on CPUs"
@@ -193,10 +214,15 @@ def build_operator() -> None:
 
 def run_one_of(title: str, commands: Sequence[Sequence[str]]) -> None:
     """Run the commands in order until one succeeds; exit if all fail."""
-    if not any(run_stage(title, command) for command in commands):
-        print("", *log_lines()[-30:], sep="\n", file=sys.stderr)
-        print(f"setup: the command was: {' '.join(commands[-1])}", file=sys.stderr)
-        sys.exit(f"setup: its complete output is in {LOG}")
+    for command, *others in (commands[place:] for place in range(len(commands))):
+        num_before = len(log_lines())
+        if run_stage(title, command):
+            return
+        if others:
+            print(f"setup: note: trying pip, since {first_error(log_lines()[num_before:])}")
+    print("", *log_lines()[-30:], sep="\n", file=sys.stderr)
+    print(f"setup: the command was: {' '.join(commands[-1])}", file=sys.stderr)
+    sys.exit(f"setup: its complete output is in {LOG}")
 
 
 def run_stage(title: str, command: Sequence[str]) -> bool:
@@ -214,6 +240,15 @@ def run_stage(title: str, command: Sequence[str]) -> bool:
         outcome = "" if code is None else ": done" if code == 0 else f": failed: {command[0]}"
         print(f"setup:     {time.monotonic() - start:.0f} s{size}{outcome}", flush=True)
     return code == 0
+
+
+def first_error(lines: Sequence[str]) -> str:
+    """Return the first error in a program's output with its causes, as one line."""
+    starts = [place for place, line in enumerate(lines) if re.match("error: ", line, re.I)]
+    if not starts:
+        return f"it printed {lines[-1].strip()!r}" if lines else "it printed nothing"
+    causes = itertools.takewhile(lambda line: line.startswith("  cause: "), lines[starts[0] + 1 :])
+    return "; ".join([lines[starts[0]], *causes]).replace(";   cause:", ":")[:ERROR_CHARACTERS]
 
 
 def log_lines() -> list[str]:

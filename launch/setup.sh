@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Create or extend .venv in the repository root, with the versions of constraints.txt.
 #
-#   bash launch/setup.sh                     # to train, and to prepare data; finds Python 3.10 to 3.13
+#   bash launch/setup.sh                     # to train, and to prepare data; finds Python 3.10 to 3.14
 #   bash launch/setup.sh pipeline dedup      # with more extras of setup.cfg; dev has what tests need
 #   PYTHON=python3.12 bash launch/setup.sh   # uses this interpreter
 #
@@ -43,7 +43,7 @@ is_done() {
 
 make_environment() {
     local python why="no python3 was found"
-    local candidates=(python3 python3.12 python3.13 python3.11 python3.10)
+    local candidates=(python3 python3.12 python3.13 python3.14 python3.11 python3.10)
     [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
     for python in "${candidates[@]}"; do
         "$python" -c '' 2>/dev/null || continue

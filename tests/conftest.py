@@ -1,11 +1,9 @@
-"""The environment of all tests: no network or account, signals as in a terminal, no stale locks."""
+"""The environment of all tests: no network or account, signals as in a terminal."""
 
 import gc
 import os
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
+    "ZEROLM_CACHE": "off",
 }.items():
     os.environ.setdefault(name, value)
 # Tests start hundreds of processes, each of which would compile this project again.
@@ -31,20 +30,6 @@ for number, handler in (
         signal.signal(number, handler)
 extensions = Path(sys.prefix, "torch_extensions")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
-# A rank that is killed while it builds an operator leaves a lock, for which the next run would wait
-# forever. A build takes two minutes; a younger lock may belong to a concurrent run.
-STALE_SECONDS = 600
-for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
-    if time.time() - lock.stat().st_mtime > STALE_SECONDS:
-        lock.unlink()
-# Tests kill ranks that hold such a lock, so each pytest process uses its own copy.
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    shared = os.environ["TORCH_EXTENSIONS_DIR"]
-    private = f"{shared}-{worker}"
-    shutil.rmtree(private, ignore_errors=True)
-    if Path(shared).is_dir():
-        shutil.copytree(shared, private, ignore=shutil.ignore_patterns("lock"))
-    os.environ["TORCH_EXTENSIONS_DIR"] = private
 
 
 # Collecting tests makes a million objects that stay: looking for garbage takes a fifth of the time.

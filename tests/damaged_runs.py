@@ -105,9 +105,9 @@ def _publish(run_dir: Path, step: int, plan: Any) -> None:
         temporary,
         {
             "format": FORMAT, "version": VERSION, "progress": vars(progress), "files": [entry],
-            "world_size": 1, "zero_stage": 2, "optimizer": topology.optimizer_kind(plan.profile),
-            "data_fingerprint": plan.data_fingerprint, "precision": plan.profile.precision,
-            "cut": topology.sharding(plan.profile), "order": run_record.data_order(plan),
+            "world_size": 1, "zero_stage": 2, "optimizer": topology.optimizer_kind(plan.ds),
+            "data_fingerprint": plan.data_fingerprint, "precision": plan.ds.precision,
+            "cut": topology.sharding(plan.ds, plan.layout), "order": run_record.data_order(plan),
             "versions": record["versions"], "model_config": record["model_config"], "probe": None,
         },
     )  # fmt: skip

@@ -205,6 +205,7 @@ def die_with(parent: int) -> None:
 def run(launch: dict, set_by_imports: dict[str, str]) -> NoReturn:
     """Run the script or module of a launch as a new Python process would."""
     rank, script = str(launch["rank"]), launch["script"]
+    atexit.register(gc.unfreeze)  # else triton 3.9 prints what was frozen as leaked at exit
     os.environ.clear()
     os.environ.update(launch["environment"] | set_by_imports)
     if "WORLD_SIZE" in os.environ:
@@ -221,9 +222,14 @@ def run(launch: dict, set_by_imports: dict[str, str]) -> NoReturn:
 
 
 def load_operators() -> None:
-    """Load what is built of DeepSpeed's operators for CPUs; each rank would take seconds for it."""
+    """Load what is built of DeepSpeed's operators for CPUs; each rank would take seconds for it.
+
+    Beside a lock of torch before 2.15, which a killed build leaves, the ranks load it: they remove
+    the lock.
+    """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
+    from torch.utils import cpp_extension
 
     if get_accelerator().device_name() != "cpu":
         return
@@ -232,7 +238,9 @@ def load_operators() -> None:
         built = Path(
             os.environ.get("TORCH_EXTENSIONS_DIR", "none"), builder.name, f"{builder.name}.so"
         )
-        if installed_ops.get(builder.name) or built.is_file():
+        has_baton = hasattr(cpp_extension, "FileBaton")  # a file whose existence is the lock
+        is_locked = has_baton and built.with_name("lock").exists()
+        if installed_ops.get(builder.name) or (built.is_file() and not is_locked):
             builder.load()
 
 

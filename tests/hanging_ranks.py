@@ -58,7 +58,10 @@ class Case:
 
 
 class Stop:
-    reason = None
+    reason = received = None
+
+    def receive(self) -> None:
+        """No signal asks these ranks to stop."""
 
 
 class Rank:

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import zstandard
 from warcio.warcwriter import WARCWriter
 
+from data_prep.files.documents import InputRules
 from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
 from data_prep.read.work_units import plan_units, read_batches
-from tests.data_prep.read.test_streams import compress_long
+from tests.data_prep.files.test_streams import compress_long
 from zerolm.common.errors import ConfigError
 
 LIMIT = 1000  # --max_document_bytes

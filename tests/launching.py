@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,8 @@ import numpy as np
 
 from tests import ROOT
 from tests.fork_server import ForkedRanks
+from zerolm.common.process_tree import RUNNER
+from zerolm.common.shipped import module_command
 from zerolm.shards.writer import ShardWriter
 
 VOCABULARY, EOS = 512, 0
@@ -103,9 +104,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def command(num_ranks: int, *arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
-    """Return the argv of `deepspeed --num_gpus N pretrain.py ...`."""
-    argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)]
-    argv += ["--master_port", str(free_port()), *launcher, str(ROOT / "pretrain.py")]
+    """Return the argv of `deepspeed --num_gpus N pretrain.py ...`, as zerolm starts it."""
+    argv = module_command(RUNNER, "--num_gpus", num_ranks, "--master_port", free_port())
+    argv += [*launcher, str(ROOT / "pretrain.py")]
     return argv + [str(argument) for argument in arguments]
 
 

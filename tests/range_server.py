@@ -1,5 +1,6 @@
 """An HTTP server for a directory, with range requests, that makes some requests fail."""
 
+import gzip
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ class RangeServer:
         corrupt_every: change one byte in the answer to every n-th request.
         seconds: delay before every answer.
         ignores_ranges: send the complete file even if a range is requested.
+        compresses: send complete files, in two gzip members, to clients that accept gzip.
         requests: {file name: number of requests}.
     """
 
@@ -26,7 +28,7 @@ class RangeServer:
         self.directory = directory
         self.fail_every = self.cut_every = self.shorten_every = self.corrupt_every = 0
         self.seconds = 0.0
-        self.ignores_ranges = False
+        self.ignores_ranges = self.compresses = False
         self.requests: Counter[str] = Counter()
         self.server = _QuietServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -53,7 +55,10 @@ class RangeServer:
             return
         content, status = path.read_bytes(), 200
         requested = request.headers.get("Range")
-        if requested and not self.ignores_ranges:
+        coded = self.compresses and "gzip" in request.headers.get("Accept-Encoding", "gzip")
+        if coded:
+            content = gzip.compress(content[:9]) + gzip.compress(content[9:])
+        elif requested and not self.ignores_ranges:
             first, last = requested.removeprefix("bytes=").split("-")
             content, status = content[int(first) : int(last) + 1], 206
         if self.due(self.shorten_every, number):
@@ -62,6 +67,8 @@ class RangeServer:
             content = bytes([content[0] ^ 64]) + content[1:]
         request.send_response(status)
         request.send_header("Content-Length", str(len(content)))
+        if coded:
+            request.send_header("Content-Encoding", "gzip")
         request.end_headers()
         if self.due(self.cut_every, number):
             content = content[: len(content) // 2]

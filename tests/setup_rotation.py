@@ -1,4 +1,4 @@
-"""Set up as a user does, check a run of the 160M, and test there: the next of five turns.
+"""Set up as a user does, check a run of the 160M, and test there: the next of six turns.
 
     python -m tests.setup_rotation                 # the turn of this commit; part of CI
     python -m tests.setup_rotation --turn 3.13     # the versions of constraints.txt on Python 3.13
@@ -27,8 +27,9 @@ from tests import ROOT
 from tests.soak_rotation import number_of_commit
 
 PINNED = ""
+DEBIAN = {"3.13": "trixie", "3.14": "sid"}  # releases with these Pythons, by tests/debian.sh
 TURNS = {  # {name: (Python, how uv resolves the ranges of setup.cfg)}
-    **{python: (python, PINNED) for python in ("3.10", "3.11", "3.12", "3.13")},
+    **{python: (python, PINNED) for python in ("3.10", "3.11", "3.12", "3.13", "3.14")},
     "oldest": ("3.12", "lowest-direct"),
     "newest": ("3.12", "highest"),
 }
@@ -52,9 +53,9 @@ print(count, "modules imported")
 QUICK_TESTS = (
     "tests/zerolm/common",
     "tests/zerolm/config",
-    "tests/data_prep/read/test_csv_rows.py",
+    "tests/data_prep/formats/test_csv_rows.py",
     "tests/data_prep/read/test_discovery.py",
-    "tests/data_prep/read/test_parse.py",
+    "tests/data_prep/files/test_parse.py",
     "tests/data_prep/dedup/test_decontaminate.py",
     "tests/data_prep/dedup/test_word_hashes.py",
     "tests/data_prep/tasks/test_progress.py",
@@ -62,7 +63,7 @@ QUICK_TESTS = (
     "tests/zerolm/test_console.py",
 )
 VERSION_TESTS = (  # with the oldest and the newest: what changes with torch, transformers, ...
-    *("tests/data_prep/read/test_encodings.py", "tests/data_prep/read/test_pages.py"),
+    *("tests/data_prep/files/test_encodings.py", "tests/data_prep/formats/test_pages.py"),
     *("tests/zerolm/attention/test_varlen.py", "tests/zerolm/evaluate/test_sampling.py"),
     *("tests/zerolm/model/test_build.py", "tests/zerolm/ds_config/test_schema.py"),
     *(
@@ -116,6 +117,18 @@ def find_python(version: str) -> str | None:
     return None
 
 
+def on_debian(version: str, until: float) -> int | None:
+    """Take the turn on a fresh Debian that has this Python. Return as `run` does."""
+    with tempfile.TemporaryDirectory() as directory:
+        script = ["bash", "tests/debian.sh", DEBIAN[version], f"{directory}/{version}"]
+        if (code := run([*script, "true"], ROOT, dict(os.environ), until)) == 0:
+            minutes = (until - time.monotonic()) / 60
+            again = f"python3 -m tests.setup_rotation --turn {version} --minutes {minutes:.1f}"
+            return run([*script, again], ROOT, dict(os.environ), until + 60)
+    print("setup rotation: no verdict: a fresh Debian was not made in time", flush=True)
+    return code
+
+
 def run(command: list[str], clone: Path, environment: dict[str, str], until: float) -> int | None:
     """Run a command, and return its exit code; None if it was ended at `until`."""
     print("$", *(word for word in command if "\n" not in word), flush=True)
@@ -166,8 +179,10 @@ def main() -> int:
     name = f"setup rotation: {arguments.turn}, Python {version}"
     start = time.monotonic()
     python = find_python(version)
+    if python is None and version in DEBIAN and shutil.which("debootstrap") and os.getuid() == 0:
+        return on_debian(version, start + arguments.minutes * 60) or 0
     if python is None:
-        print(f"{name}: skipped: it is not installed here")
+        print(f"{name}: skipped: it is not installed here, nor debootstrap, for root")
         return 0
     with tempfile.TemporaryDirectory() as directory:
         if (free := shutil.disk_usage(directory).free) < DISK_BYTES:

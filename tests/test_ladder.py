@@ -26,6 +26,7 @@ LADDER = {
     "zerolm.engine": 1,
     "zerolm.run_dir": 1,
     "zerolm.distributed": 2,
+    "zerolm.ds_files": 2,
     "zerolm.optim": 2,
     "zerolm.config": 3,
     "zerolm.ds_config": 4,
@@ -36,6 +37,7 @@ LADDER = {
     "zerolm.attention": 5,
     "zerolm.data": 5,
     "zerolm.fp8": 5,
+    "zerolm.health": 5,
     "zerolm.pretrained": 5,
     "zerolm.routers": 5,
     "zerolm.plan": 6,
@@ -50,16 +52,18 @@ LADDER = {
     "zerolm.preflight": 13,
     "zerolm.train": 14,
     "zerolm.cli": 15,
-    "data_prep.read": 0,
+    "data_prep.files": 0,
     "data_prep.tasks": 0,
-    "data_prep.stages": 1,
-    "data_prep.tokenizer": 1,
-    "data_prep.dedup": 2,
-    "data_prep.encode": 2,
-    "data_prep.filters": 2,
-    "data_prep.finished_shards": 3,
-    "data_prep.pipeline": 3,
-    "data_prep.cli": 4,
+    "data_prep.formats": 1,
+    "data_prep.read": 2,
+    "data_prep.stages": 3,
+    "data_prep.tokenizer": 3,
+    "data_prep.dedup": 4,
+    "data_prep.encode": 4,
+    "data_prep.filters": 4,
+    "data_prep.finished_shards": 5,
+    "data_prep.pipeline": 5,
+    "data_prep.cli": 6,
     "launch.command": 0,
     "launch.demo": 0,
     "launch.estimate": 1,
@@ -214,6 +218,12 @@ def test_what_is_imported_at_once_is_installed_without_an_extra():
                 (name, each) for each in named if (each or "").partition(".")[0] not in known
             ]
     assert not unknown
+
+
+def test_every_subpackage_has_tests_in_the_folder_of_its_name():
+    tested = {path.parent.relative_to(ROOT / "tests") for path in tracked("tests/**/test_*.py")}
+    by_command = {"zerolm.cli"}  # in tests/end_to_end and the folders of what a command calls
+    assert {name for name in LADDER if Path(*name.split(".")) not in tested} == by_command
 
 
 def test_imports_run_downward():

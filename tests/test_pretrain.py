@@ -32,7 +32,7 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
     monkeypatch.setattr(pretrain, "Run", Run)
     monkeypatch.setattr(pretrain.resume, "start", lambda run: False)
     monkeypatch.setattr(pretrain.ending, "end", lambda run: calls.append("end"))
-    monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
+    monkeypatch.setattr("zerolm.train.engine_building.build_engine", lambda *_: None)
     monkeypatch.setattr(pretrain.features, "build", lambda plan: [])
     device = SimpleNamespace(type="none")
     monkeypatch.setattr(pretrain.process_group, "init", lambda: (0, 1, device))
@@ -40,7 +40,7 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
     monkeypatch.setattr(pretrain.collectives, "gather_objects", lambda value: [value])
     profile = SimpleNamespace(name="ds.json", precision="fp32")
     plan = SimpleNamespace(
-        summary=lambda: "", fingerprint=lambda: "", profile=profile, device_name="a CPU"
+        summary=lambda: "", fingerprint=lambda: "", ds=profile, device_name="a CPU"
     )
     pretrain.train(plan, None, SimpleNamespace(connect=lambda world_size: None, runner=None))
     assert calls == ["batches", "report", "save_if_due", "evaluate_if_due", "end"]

@@ -5,6 +5,8 @@ python -m tests.test_tables    # writes them
 
 import ast
 import json
+import os
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 import zerolm.__main__
 from tests import ROOT, fitting_runs, input_edges, tracked
 from tests.test_ladder import ladder_table
+from tests.zerolm.ds_config import zero_keys
 from zerolm.common.command_line import help_text
 from zerolm.ds_config.rules import REFUSALS
 from zerolm.parts import parse
@@ -117,8 +120,22 @@ def profile_table() -> str:
     return head + "".join(row for *_, row in sorted(rows)) + "\n"
 
 
+def findings_table() -> str:
+    """Return the comments at the beginning of findings/*.sh: versions, and the first sentence."""
+    text = "\n| versions | behaviour | script |\n|---|---|---|\n"
+    for path in tracked("findings/*.sh"):
+        comment = re.search(r"\A#!.*\n((?:# .*\n)+)", path.read_text(encoding="utf-8"))
+        assert comment and "\n# Seen: " in comment[1], f"{path.name}: no comment, or no `# Seen:`"
+        about = " ".join(line.removeprefix("# ") for line in comment[1].splitlines())
+        versions, _, behaviour = about.partition(": ")
+        sentence = re.split(r"(?<=[.:;]) ", behaviour)[0].rstrip(".:;")
+        text += f"| {versions} | {sentence} | [{path.stem}]({path.name}) |\n"
+    return text + "\n"
+
+
 DOCUMENTS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/architecture.md", "tests/test_ladder.py"): ladder_table,
+    ("findings/README.md", "findings/"): findings_table,
     ("docs/inputs.md", "tests/input_edges.py"): input_edges.edge_table,
     ("docs/commands.md", "zerolm/__main__.py"): commands_help,
     ("docs/metrics.md", "zerolm/parts/metrics.py"): metric_tables,
@@ -128,6 +145,7 @@ DOCUMENTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "ds_configs/"): profile_table,
     ("docs/run_directory.md", "zerolm/run_dir/events.py"): event_table,
     ("docs/settings.md", "zerolm/config/settings.py"): settings_help,
+    ("docs/settings.md", "tests/zerolm/ds_config/zero_keys.py"): zero_keys.table,
     ("docs/settings.md", "zerolm/ds_config/rules.py"): refusal_table,
 }
 
@@ -145,6 +163,16 @@ def with_table(name: str, module: str) -> tuple[str, str]:
 def test_the_generated_part_of_a_document_is_up_to_date(name, module) -> None:
     text, expected = with_table(name, module)
     assert text == expected, "run python -m tests.test_tables"
+
+
+def test_every_finding_can_be_run_and_pins_what_it_installs() -> None:
+    for path in tracked("findings/*.sh"):
+        text = path.read_text(encoding="utf-8")
+        assert os.access(path, os.X_OK), path
+        installed = re.findall(r"pip(?:\"|')? install ((?:.*\\\n)*.*)", text)
+        words = [word for line in installed for word in line.split() if word[0].isalpha()]
+        assert words and all("==" in word for word in words), f"{path}: {words}"
+        assert not re.search("zerolm|data_prep", text), path
 
 
 # ---- Which events the product code writes

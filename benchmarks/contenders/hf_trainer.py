@@ -24,7 +24,7 @@ from transformers import (
 )
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--deepspeed_config", required=True)
+parser.add_argument("--deepspeed_config", required=True, help="its precision is not 'auto'")
 parser.add_argument("--model_config", required=True)
 parser.add_argument("--shard", required=True, help="a file of uint16 token ids")
 parser.add_argument("--seq_len", type=int, required=True)
@@ -68,7 +68,7 @@ with tempfile.TemporaryDirectory() as output_dir:
     training = TrainingArguments(
         output_dir=output_dir,
         deepspeed=arguments.deepspeed_config,
-        bf16=bool(profile.get("bf16", {}).get("enabled")),
+        bf16=profile.get("bf16", {}).get("enabled") is True,
         use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=arguments.micro_batch_size,
         gradient_accumulation_steps=arguments.accumulation,

@@ -17,6 +17,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks import require
 from benchmarks.dedup.contenders import found_pairs
 from benchmarks.machine import processor
 from benchmarks.tables import parser, show, table
@@ -109,6 +110,8 @@ def main() -> None:
     flags.add_argument("--documents", type=int, default=1500)
     flags.add_argument("--peer_seconds", type=float, default=600, help="limit for datatrove")
     options = flags.parse_args()
+    require("rensa", "datatrove", "orjson")
+    require("datasketch", install=".venv/bin/python -m pip install datasketch==2.0.0")
     with tempfile.TemporaryDirectory() as work:
         found = accuracy(options.documents, real_text(), Path(work), options.peer_seconds)
     show(found, processor(), options.output)

@@ -29,7 +29,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import ROOT, tables
+from benchmarks import ROOT, require, tables
 from benchmarks.gpu.cases import FIRST_CASES, MODELS, TOY_MODELS, cases, first_cases
 from benchmarks.gpu.checks import run_checks
 from benchmarks.gpu.run_case import run_with_fitting_batch
@@ -40,6 +40,7 @@ GRAPHS = str(Path(tempfile.gettempdir()) / "compiled-for-gpu-benchmark")
 
 def main() -> None:
     arguments = parse_arguments()
+    require("accelerate")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + arguments.seconds
     lengths = (64, 128) if arguments.toy else (2048, 8192)

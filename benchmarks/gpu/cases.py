@@ -259,12 +259,13 @@ def planned_bytes(
     case: Case, config: Any, shapes: Any, arguments: argparse.Namespace, micro_batch: int
 ) -> int:
     """Return the bytes that a run's plan estimates for its device."""
+    from zerolm.distributed.layout import Layout
     from zerolm.ds_config.profile import Profile
     from zerolm.plan import memory
 
     options = parse_options(case.words)
     profile = Profile.parse(ds_config(arguments.deepspeed_config, options), "profile.json")
-    states = memory.model_states(shapes, profile, 1)
+    states = memory.model_states(shapes, profile, Layout(1))
     kept = memory.activation_bytes(
         config,
         case.seq_len,
@@ -280,6 +281,7 @@ def model_figures(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, 
     """Return (FLOPs and a micro-batch that fits every contender, peak FLOP/s of the device)."""
     import torch
 
+    from zerolm.distributed.layout import Layout
     from zerolm.ds_config.profile import Profile
     from zerolm.model import flops
     from zerolm.model.architecture import parameter_shapes
@@ -297,7 +299,7 @@ def model_figures(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, 
             config=config,
             shapes=shapes,
             profile=Profile.read(arguments.deepspeed_config),
-            world_size=1,
+            layout=Layout(1),
             memory_bytes=int(0.85 * torch.cuda.get_device_properties(0).total_memory),
             checkpointing=False,
         )

@@ -37,6 +37,7 @@ MANY_STEPS, HANG_SECONDS = 100_000, 20
 TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2, "fp8": 2e-2}
 NOISE_FACTOR = 10  # a resumed run may differ this many times as much as two runs of one command
 FLOAT32 = "bf16.enabled=false"
+FRESH = "starting each rank afresh"  # of the node launcher, when it cannot fork
 
 
 class NotHere(Exception):
@@ -82,6 +83,15 @@ def kill_and_resume(runs: Runs) -> str:
 
 def parity_in_float32(runs: Runs) -> str:
     return agree("float32", runs.train("float32", FLOAT32), curve(runs, "float32"))
+
+
+def forked_ranks(runs: Runs) -> str:
+    """Train in ranks that the node launcher forks, which it does on GPUs only by a flag."""
+    fresh = runs.losses.get("float32") or runs.train("float32", FLOAT32)
+    found = agree("float32", runs.train("forked", FLOAT32, forks=True), fresh)
+    if FRESH in (log := (runs.scratch / "forked.log").read_text()):
+        raise Failed(next(line for line in log.splitlines() if FRESH in line))
+    return f"{found}; first step {runs.first_step_seconds:.1f} s after the start"
 
 
 def documents(runs: Runs) -> str:
@@ -164,6 +174,7 @@ CHECKS: dict[str, Callable[[Runs], str]] = {
     "bf16, compiled, beside a CPU": parity_in_bf16,
     "SIGKILL and resume": kill_and_resume,
     "float32 beside a CPU": parity_in_float32,
+    "forked ranks": forked_ranks,
     "document mask": documents,
     "fp8 beside bf16": fp8_loss,
     "out of memory": out_of_memory,

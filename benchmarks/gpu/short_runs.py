@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import ROOT
-from benchmarks.contenders import launcher, pretrain
+from benchmarks.contenders import argv, launcher, pretrain
 from benchmarks.gpu.cases import ds_config, parse_options
 from benchmarks.gpu.run_case import failure_reason
 from tests.launching import free_port
+from zerolm.common.process_tree import RUNNER
+from zerolm.common.shipped import module_command
+from zerolm.engine.launcher_options import FORK
 from zerolm.shards.writer import ShardWriter
 
 MODELS = {"160M": "model_configs/llama-160m.json", "toy": "model_configs/tiny.json"}
@@ -44,18 +47,24 @@ class Runs:
         write_documents(scratch / "shards", MODELS[self.model])
 
     def train(
-        self, name: str, options: str = "", kill: bool = False, steps: int = STEPS
+        self,
+        name: str,
+        options: str = "",
+        kill: bool = False,
+        steps: int = STEPS,
+        forks: bool = False,
     ) -> list[float]:
         """Train for some steps or until a SIGKILL; return the loss of each step.
 
         Args:
             kill: once the first checkpoint is complete.
+            forks: zerolm's launcher forks the rank, in place of DeepSpeed's.
 
         Raises:
             Failed: the run ended otherwise, or took more than `seconds`; twice as long if it is the
                 first with these options, whose kernels are compiled.
         """
-        with self.started(name, options, steps) as (process, log):
+        with self.started(name, options, steps, forks=forks) as (process, log):
             limit = self.seconds * (1 if options in self.compiled else 2)
             deadline = time.monotonic() + limit
             self.first_step_seconds = self.wait(process, log, "\nstep=", deadline)
@@ -74,7 +83,7 @@ class Runs:
 
     @contextlib.contextmanager
     def started(
-        self, name: str, options: str, steps: int, ranks: int = 1
+        self, name: str, options: str, steps: int, ranks: int = 1, forks: bool = False
     ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
         """Start a run, and kill it in the end; yield its launcher and its log."""
         rate = "" if "--learning_rate" in options else LEARNING_RATE
@@ -87,7 +96,11 @@ class Runs:
             STEP_TOKENS, steps, self.scratch / name, self.scratch / "shards",
             checkpoint_interval=steps // 2, **model, **batch,
         )  # fmt: skip
-        command = [*launcher(ranks, free_port()), *own, *found.flags]
+        start = launcher(ranks, port := free_port())
+        if forks:
+            flags = argv(num_gpus=ranks, master_port=port, rank_start=FORK)
+            start = module_command(RUNNER, *flags)
+        command = [*start, *own, *found.flags]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         log = self.scratch / f"{name}.log"
         with log.open("w") as output:

@@ -20,9 +20,8 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import least_squares
 
-from benchmarks import tables
+from benchmarks import require, tables
 from benchmarks.published_runs.rows import Benchmark, read
 from launch.estimate.step_time import COSTS, Costs
 
@@ -64,6 +63,8 @@ def fit(
     )
     low, high = zip(*([(0.2, 1.0)] * len(groups) + limits), strict=True)
     inside = np.clip(begin, np.array(low) + 1e-6, np.array(high) - 1e-6)
+    from scipy.optimize import least_squares  # not of the run's own requirements
+
     return least_squares(
         lambda values: weights * errors(values, rows, groups),
         inside, bounds=(low, high), loss="soft_l1", f_scale=ERROR_SCALE, xtol=1e-3, ftol=1e-4,
@@ -105,6 +106,7 @@ def summary(found: np.ndarray) -> str:
 
 def main() -> None:
     tables.parser(__doc__, has_table=False).parse_args()
+    require("scipy")
     rows = [row for row in read()[0] if row.is_fitted]
     groups = list(dict.fromkeys(row.entry["attained"] for row in rows))
     fitted = fit(rows, groups)

@@ -34,7 +34,7 @@ def zerolm(directory: Path, options: argparse.Namespace) -> Batches:
     stream = TokenStream(
         [source], [1.0], seq_len=options.seq_len, seed=options.seed,
         batch_schedule=BatchSchedule(options.batch_rows), micro_batch_size=options.batch_rows,
-        rank=0, world_size=1, position=0, end_position=(source.num_tokens - 1) // options.seq_len,
+        shard=0, num_shards=1, position=0, end_position=(source.num_tokens - 1) // options.seq_len,
     )  # fmt: skip
     loader = make_loader(stream, options.workers, pin_memory=False)
     return ((batch["input_ids"], batch["targets"]) for batch in loader)

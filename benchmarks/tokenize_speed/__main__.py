@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import ROOT
+from benchmarks import ROOT, require
 from benchmarks.machine import processor
 from benchmarks.tables import parser, show, table
 from benchmarks.tokenize_speed.corpus import write_corpus
@@ -167,6 +167,7 @@ def main() -> None:
     flags.add_argument("--peers", help="Python of the environment that benchmarks/peers.sh creates")
     flags.add_argument("--only", nargs="+", help="run only these tools, and raw-tokenizers")
     options = flags.parse_args()
+    require("gigatoken")
     tools = [*RAW, *OURS, *PEERS]
     if options.only:
         tools = [tool for tool in tools if tool in ("raw-tokenizers", *options.only)]

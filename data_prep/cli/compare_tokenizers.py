@@ -33,8 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from data_prep.files.inputs import total_bytes
     from data_prep.read.bad_input import Tally, summary_lines
-    from data_prep.read.inputs import total_bytes
     from data_prep.tasks.progress import Progress
     from data_prep.tokenizer import load, text_sample
     from data_prep.tokenizer.report import comparison_rows, format_table

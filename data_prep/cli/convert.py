@@ -29,9 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="DIR", help="the tokenizer that produced the ids")
     add(
         "--boundaries",
-        choices=("items", "eos"),
-        help="where documents end: items of the format, or EOS ids (default: items; eos for "
-        "nanogpt, which has no items)",
+        choices=("items", "eos", "bos"),
+        help="where documents end: items of the format, EOS ids, or before BOS ids (default: "
+        "items; eos for nanogpt, which has no items)",
     )
     add(
         "--append_eos",
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.finished_shards import litdata, mds, megatron, nanogpt, parquet, to_shards
     from data_prep.finished_shards.items import InputFile, ReadOptions
     from data_prep.finished_shards.output import space_problems
-    from data_prep.tokenizer.load import load_tokenizer
+    from data_prep.tokenizer.load import load_tokenizer, require_bos
     from zerolm.shards.manifest import MANIFEST, token_dtype
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> None:
         problems.lines.append("--tokenizer: is missing. Give the tokenizer that produced the ids.")
     else:
         tokenizer = problems.collect(load_tokenizer, options.tokenizer)
+    if options.boundaries == "bos" and tokenizer is not None:
+        problems.collect(require_bos, tokenizer, "--boundaries bos")
     for name in ("column", "dtype"):
         if getattr(options, name) is not None and name not in OPTIONS[options.source]:
             problems.lines.append(f"--{name}: does not apply to {options.source}. Leave it out.")

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from data_prep.cli.problems import Problems
+from data_prep.files.documents import InputRules
+from data_prep.files.inputs import Input
 from data_prep.pipeline.recipe_options import SourceOptions
-from data_prep.read.documents import InputRules
-from data_prep.read.inputs import Input
 from data_prep.stages.options import add_option_flags
 
 

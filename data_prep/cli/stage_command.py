@@ -15,7 +15,9 @@ from data_prep.cli.input_flags import (
     print_notes,
 )
 from data_prep.cli.problems import Problems
-from data_prep.read.documents import BAD_REASONS, InputRules, describe_skipped
+from data_prep.files.documents import InputRules
+from data_prep.formats import describe_reason
+from data_prep.read.bad_input import describe_skipped
 from data_prep.stages.options import add_option_flags
 from zerolm.common.errors import ConfigError
 
@@ -104,7 +106,7 @@ def print_summary(output: Path, manifest: Json, seconds: float, details: Path) -
     for what, count in describe_skipped(manifest["skipped_documents"]).items():
         print(f"skipped     {count:,} {what}")
     for reason, count in manifest["bad_documents"].items():
-        print(f"skipped     {count:,} {BAD_REASONS[reason]}")
+        print(f"skipped     {count:,} {describe_reason(reason)}")
     print(f"listed in   {details}")
     rate = manifest["text_bytes_in"] / 1e6 / max(seconds, 1e-9)
     print(f"seconds     {seconds:,.1f}, {rate:,.1f} MB/s of text")

@@ -61,6 +61,8 @@ def run(options: argparse.Namespace) -> None:
     for flag, output in zip(("--output", "--val_output"), outputs, strict=False):
         problems.lines += overlap_problems(output, options.input, inputs, flag)
     tokenizer = problems.collect(load.load_tokenizer, options.tokenizer)
+    if shards is not None and shards.bos and tokenizer is not None:
+        problems.collect(load.require_bos, tokenizer)
     problems.refuse()
     print_notes([*notes, *tokenizer.notices])
     summary = run_tokenization(
@@ -71,6 +73,7 @@ def run(options: argparse.Namespace) -> None:
             rules=rules,
             encoder=shards.encoder,
             val_fraction=None if options.val_fraction is None else fraction,
+            bos=shards.bos,
             shard_tokens=shards.shard_tokens,
             max_unknown=shards.max_unknown,
         ),
@@ -103,6 +106,9 @@ def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path
 
 def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
     """Print what was written, what was skipped, and the processing speed."""
+    from zerolm.shards import boundaries
+    from zerolm.shards.reader import open_source
+
     for output, manifest in zip(outputs, summary.manifests, strict=True):
         documents, tokens = manifest["num_documents"], manifest["num_tokens"]
         print(
@@ -113,6 +119,10 @@ def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
         print(f"    tokens per document  {tokens / documents:,.1f}")
         print(f"    bytes per token      {manifest['text_bytes'] / tokens:.3f}  (EOS included)")
     first = summary.manifests[0]
+    source = open_source(outputs[0])
+    print(f"between documents: {boundaries.described(source)}")
+    for line in boundaries.notices(source):
+        print(f"note: {line}")
     for line in summary.input_lines:
         print(line)
     if no_tokens := first["skipped_documents"].get("no_tokens"):

@@ -9,21 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.read.inputs import LINE_FORMATS, lines_suffix
-from data_prep.read.parquet import entire_rows
-from data_prep.read.parse import find_text
-from data_prep.read.readers import TEXT_FORMATS
-from data_prep.read.streams import COMPRESSIONS, Stream
+from data_prep.files.parse import find_text
+from data_prep.files.streams import COMPRESSIONS, Stream
+from data_prep.formats.arrow_values import entire_rows
+from data_prep.formats.json_lines import JSON, JSON_LINES, lines_suffix
+from data_prep.formats.parquet import PARQUET
+from data_prep.formats.text import TEXT
 from data_prep.stages.line_ends import split_paragraphs
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import pointer_problem_of
 from zerolm.common.records import unreadable
 
-ENDINGS = tuple(
-    [each + end for each in (*TEXT_FORMATS, *LINE_FORMATS) for end in ("", *COMPRESSIONS)]
-    + [".json" + end for end in COMPRESSIONS]
-    + [".parquet"]
-)
+ENDINGS = tuple(suffix for each in (TEXT, JSON_LINES, JSON, PARQUET) for suffix in each.suffixes)
 SHOWN_ENDINGS = ".txt, .md, .jsonl, .ndjson, JSON lines in .json (also compressed) and .parquet"
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
@@ -130,7 +127,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _is_text(path: Path) -> bool:
     name = path.stem if path.suffix in COMPRESSIONS else path.name
-    return Path(name).suffix in TEXT_FORMATS
+    return Path(name).suffix in TEXT.endings
 
 
 def _content(path: Path) -> bytes:

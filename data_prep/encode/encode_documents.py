@@ -12,7 +12,7 @@ import numpy as np
 
 from data_prep.encode.held_out import is_held_out
 from data_prep.encode.parts import Batch
-from data_prep.read.documents import Document
+from data_prep.files.documents import Document
 from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ShardError
 from zerolm.shards.manifest import token_dtype
@@ -31,6 +31,7 @@ class DocumentEncoder:
     """Encodes documents, appends an EOS id to each, and assigns each document to a split.
 
     Args:
+        bos_id: id that also begins each document; None for none.
         vocab_size: size of the tokenizer's vocabulary; ids outside it are an error.
         val_fraction: fraction of documents to hold out for validation; None for a single split.
         unknown_id: id of the unknown token, if there is one.
@@ -40,6 +41,7 @@ class DocumentEncoder:
     vocab_size: int
     val_fraction: float | None
     unknown_id: int | None = None
+    bos_id: int | None = None
 
     @property
     def num_splits(self) -> int:
@@ -68,24 +70,28 @@ class DocumentEncoder:
                 members = [kept & ~np.array(held_out), kept & held_out]
         batches, num_inner_eos, num_unknown = [], 0, 0
         for chosen in members:
-            tokens = self._with_eos(ids if chosen.all() else list(compress(ids, chosen)))
-            batches.append(
-                Batch(tokens, lengths[chosen] + 1, origins[chosen], int(text_bytes[chosen].sum()))
-            )
-            num_inner_eos += np.count_nonzero(tokens == self.eos_id) - np.count_nonzero(chosen)
+            tokens = self._bounded(ids if chosen.all() else list(compress(ids, chosen)))
+            full = lengths[chosen] + (1 if self.bos_id is None else 2)
+            batches.append(Batch(tokens, full, origins[chosen], int(text_bytes[chosen].sum())))
+            num_inner_eos += int(np.count_nonzero(tokens == self.eos_id) - chosen.sum())
             if self.unknown_id is not None:
-                num_unknown += np.count_nonzero(tokens == self.unknown_id)
+                num_unknown += int(np.count_nonzero(tokens == self.unknown_id))
         if self.unknown_id == self.eos_id:
             num_unknown = num_inner_eos
-        return batches, IdCounts(int(num_inner_eos), int(num_unknown))
+        elif self.bos_id is not None and self.unknown_id == self.bos_id:
+            num_unknown -= int(np.count_nonzero(kept))
+        return batches, IdCounts(num_inner_eos, num_unknown)
 
-    def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenate documents' ids in the shards' dtype, with an EOS id after each document."""
-        eos = np.array([self.eos_id], np.uint32)
+    def _bounded(self, ids: Sequence[np.ndarray]) -> np.ndarray:
+        """Concatenate documents' ids in the shards' dtype, with the ids that begin and end each."""
+        begins = [] if self.bos_id is None else [self.bos_id]
+        between = np.array([self.eos_id, *begins], np.uint32)
         joined = [np.empty(0, np.uint32)] * (2 * len(ids))
-        joined[::2], joined[1::2] = ids, [eos] * len(ids)
+        joined[::2], joined[1::2] = ids, [between] * len(ids)
+        if ids and begins:  # move the last BOS to the start
+            joined = [between[1:], *joined[:-1], between[:1]]
         tokens = np.concatenate(joined) if joined else np.empty(0, np.uint32)
-        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+        if len(tokens) and (largest := int(np.max(tokens))) >= self.vocab_size:
             raise ShardError(
                 f"token id {largest} is outside the vocabulary of {self.vocab_size}: the "
                 f"tokenizer's ids do not match its declared size. Correct the tokenizer."

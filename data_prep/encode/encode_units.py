@@ -15,8 +15,8 @@ from typing import Any
 
 from data_prep.encode import parts
 from data_prep.encode.encode_documents import DocumentEncoder, IdCounts
+from data_prep.files.documents import Document, InputRules, Position
 from data_prep.read.bad_input import Tally
-from data_prep.read.documents import Document, InputRules, Position
 from data_prep.read.readers import Input
 from data_prep.read.work_units import (
     WorkUnit,

@@ -3,13 +3,15 @@
 import hashlib
 from collections.abc import Sequence
 
+from data_prep.files.documents import InputRules
+from data_prep.files.inputs import Input
+from data_prep.formats import format_of
 from data_prep.read.bad_input import Tally
-from data_prep.read.documents import InputRules
-from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input
 from data_prep.read.work_units import plan_units, read_batches
 from zerolm.common.url import is_url
 
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
+URL_COST = 16
 MAX_SEARCHED_BYTES = 64 << 20  # larger sources are not checked; `_cost` weights the sizes
 
 
@@ -26,8 +28,7 @@ def is_held_out(utf8: bytes, fraction: float) -> bool:
 
 def _cost(source: Input) -> int:
     """Return how much longer reading an input takes than reading local text of the same size."""
-    is_slow = source.suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)) or is_url(source.name)
-    return 16 if is_slow else 1
+    return URL_COST if is_url(source.name) else format_of(source).cost
 
 
 def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float) -> str | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encode.encode_documents import IdCounts
+from data_prep.files.documents import InputRules
+from data_prep.files.inputs import Input
+from data_prep.formats import format_of
 from data_prep.read.bad_input import Tally, bad_input_record
-from data_prep.read.documents import InputRules
-from data_prep.read.inputs import ROW_FORMATS, Input
 from data_prep.read.stage_files import is_stage, provenance_of, read_stage
 from data_prep.tasks.phases import Record
 from zerolm.common.errors import ConfigError, ZerolmError
@@ -104,7 +105,7 @@ def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]
         {
             "name": each.name,
             "size_bytes": each.size_bytes,
-            "unit": "row" if each.suffix in ROW_FORMATS else "byte",
+            "unit": "row" if format_of(each).places == "row" else "byte",
         }
         for each in inputs
     ]

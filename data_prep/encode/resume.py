@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from data_prep.read.documents import InputRules
+from data_prep.files.documents import InputRules
 from data_prep.read.readers import Input
 from data_prep.read.work_units import WorkUnit
 from data_prep.tasks.phases import Phase, Record, fingerprint, valid_records
@@ -21,7 +21,10 @@ CHECKING_THREADS = 4
 
 
 def parts_settings(
-    rules: InputRules, val_fraction: float | None, tokenizer_fingerprint: str
+    rules: InputRules,
+    val_fraction: float | None,
+    tokenizer_fingerprint: str,
+    bos_id: int | None = None,
 ) -> dict[str, Any]:
     """Return the settings that determine the content of parts; their keys are shown in messages."""
     content_rules = rules.content()
@@ -31,6 +34,7 @@ def parts_settings(
         "version": PARTS_VERSION,
         "--tokenizer": tokenizer_fingerprint,
         "--val_fraction": val_fraction,
+        "--bos": bos_id,
         "rules of input": content_rules,
     }
 

@@ -20,8 +20,8 @@ from data_prep.encode.encode_documents import DocumentEncoder
 from data_prep.encode.encode_units import ENCODED_DIRECTORY, EncodeUnits, units_of
 from data_prep.encode.held_out import HELD_OUT_HASH
 from data_prep.encode.options import TokenizeOptions
+from data_prep.files.inputs import Input, total_bytes
 from data_prep.read.bad_input import Tally, check_bad_fraction, describe_problems, summary_lines
-from data_prep.read.inputs import Input, total_bytes
 from data_prep.read.readers import require_unchanged
 from data_prep.read.work_units import WorkUnit
 from data_prep.tasks.phases import (
@@ -37,7 +37,7 @@ from data_prep.tasks.phases import (
 from data_prep.tasks.progress import Progress, ProgressWatcher
 from data_prep.tokenizer import encoders
 from data_prep.tokenizer.encoder_choice import EncoderChoice, choose_backend
-from data_prep.tokenizer.load import Tokenizer
+from data_prep.tokenizer.load import Tokenizer, require_bos
 from data_prep.tokenizer.vocabulary import unknown_id
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.shards.directory import PARTS, ShardDirectory
@@ -78,6 +78,8 @@ def run_tokenization(
         raise ConfigError(
             f"--input: {len(inputs):,} files are more than {MAX_INPUTS:,}. Join small files."
         )
+    if options.bos:
+        require_bos(tokenizer)
     directories: list[ShardDirectory] = []
     progress = Progress("tokenize", total_bytes(inputs))
     run = _Run(inputs, tokenizer, options, directories, progress)
@@ -118,8 +120,9 @@ class _Run:
     ):
         self.inputs, self.tokenizer, self.options = tuple(inputs), tokenizer, options
         self.directories, self.progress = directories, progress
+        self.bos_id = tokenizer.bos_id if options.bos else None
         self.settings = resume.parts_settings(
-            options.rules, options.val_fraction, tokenizer.fingerprint
+            options.rules, options.val_fraction, tokenizer.fingerprint, self.bos_id
         )
         self.token_bytes = token_dtype(tokenizer.vocab_size).itemsize
         self.tokenizer_entry: dict[str, Any] = {}
@@ -181,6 +184,7 @@ class _Run:
                 self.tokenizer.vocab_size,
                 self.options.val_fraction,
                 unknown_id(copy),
+                self.bos_id,
             ),
             self.parts / RECORDS / name,
             self.options.part_seconds,
@@ -252,6 +256,7 @@ class _Run:
                 self.tokenizer_entry,
                 shards[split],
                 text_bytes=text_bytes[split],
+                **({} if self.bos_id is None else {"bos_id": self.bos_id}),
                 **keys,
                 input_files=input_files,
                 **provenance,

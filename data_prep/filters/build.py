@@ -4,7 +4,9 @@ The filters are datatrove's own code, except that `fast_words` replaces its word
 returns the same words.
 """
 
+import platform
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,20 @@ from data_prep.stages.line_ends import with_line_feeds
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 from zerolm.common.provenance import installed_version
+
+# Packages whose versions change what datatrove's filters keep: for all languages, the splitting of
+# words and sentences; and of single filters.
+WORDS = (
+    "datatrove", "spacy", "regex", "numpy", "nltk", "stanza", "pyvi", "pythainlp", "jieba",
+    "indic-nlp-library", "kiwipiepy", "urduhack", "khmer-nltk", "laonlp", "botok",
+    "pyidaungsu-numpy2", "sudachipy", "sudachidict-core",
+)  # fmt: skip
+FASTTEXT = ("fasttext-numpy2-wheel", "fasttext-wheel", "fasttext")
+PACKAGES = {
+    "url": ("tldextract", "pyahocorasick", "idna"),
+    "language": FASTTEXT,
+    "fasttext": FASTTEXT,
+}
 
 Json = dict[str, Any]
 
@@ -112,8 +128,9 @@ def _build_filter(name: str, parameters: Json) -> Callable[[Any], Any]:
 def filters_identity(specifications: Sequence[Json]) -> Json:
     """Return what determines the filters' results besides their parameters, to be fingerprinted.
 
-    This covers package versions, a hash of each user function's module (but not of the modules that
-    this module imports), and the sizes and modification times of model files.
+    This covers package versions, Python's Unicode tables and, for `pii`, Python itself (its
+    `ipaddress` says which addresses are public); a hash of each user function's module (but not of
+    the modules that this module imports); and the sizes and modification times of model files.
     """
     identity: Json = {}
     for specification in specifications:
@@ -124,9 +141,12 @@ def filters_identity(specifications: Sequence[Json]) -> Json:
             path = getattr(sys.modules[module], "__file__", None)
             identity[module] = sha256_file(Path(path)) if path else None
         elif name in DATATROVE:
-            for package in ("datatrove", "spacy", "tldextract")[: 3 if name == "url" else 2]:
+            for package in (*WORDS, *PACKAGES.get(name, ())):
                 if (version := installed_version(package)) is not None:
                     identity[package] = version
+            identity["unicode"] = unicodedata.unidata_version
+            if name == "pii":
+                identity["python"] = platform.python_version()
         if "model" in specification:
             status = Path(specification["model"]).stat()
             identity[specification["model"]] = [status.st_size, status.st_mtime_ns]

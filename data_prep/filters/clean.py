@@ -13,10 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
 
+from data_prep.files.documents import Document, InputRules
+from data_prep.files.parse import replace_text
 from data_prep.filters.build import Filters, build_filters, filters_identity
 from data_prep.read.bad_input import Tally, check_bad_fraction
-from data_prep.read.documents import Document, InputRules
-from data_prep.read.parse import replace_text
 from data_prep.read.readers import Input, require_unchanged
 from data_prep.read.stage_files import (
     STAGE_MANIFEST,
@@ -38,7 +38,7 @@ from data_prep.stages.stage_output import StageOutput
 from data_prep.tasks.phases import Executor, Phase, fingerprint, run_phase
 from data_prep.tasks.progress import TaskProgress
 from zerolm.common.errors import ConfigError, RecordError
-from zerolm.common.files import write_json
+from zerolm.common.files import exists, write_json
 from zerolm.common.records import Count, read_record
 
 ID = "id"
@@ -189,7 +189,7 @@ def run_clean(
 ) -> Json:
     """Filter all inputs into a stage and return its `stage.json`; resume an unfinished stage."""
     phase = _clean_phase(options, inputs, output)
-    if (output / STAGE_MANIFEST).exists():
+    if exists(output / STAGE_MANIFEST):
         published = read_stage(output).manifest
         if published["inputs"] == phase.inputs:
             tally = Tally.from_records([published["reading"]])

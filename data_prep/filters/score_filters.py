@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from data_prep.read.parse import find_text
+from data_prep.files.parse import find_text
 from zerolm.common.errors import ConfigError
 
 SCORES = "scores"  # the document key that contains scores

@@ -9,6 +9,7 @@ fixed shape, only the values are stored. Source:
 https://github.com/mosaicml/streaming/tree/main/streaming/base/format/mds
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
@@ -29,7 +30,9 @@ from data_prep.finished_shards.items import (
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import Count, Name
 
+VERSION = 2
 COLUMNS = ("tokens", "input_ids", "ids")
+HEADER_KEYS = ("column_names", "column_encodings", "column_sizes")
 VALUE_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 INTEGERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
 
@@ -51,6 +54,7 @@ class _Shard(TypedDict):
 
 
 class _Index(TypedDict):
+    version: int
     shards: list[_Shard]
 
 
@@ -58,6 +62,11 @@ def find(path: Path, options: ReadOptions) -> list[InputFile]:
     """Open a directory with index.json."""
     directory = path.parent if path.name == "index.json" else path
     index = read_index(directory / "index.json", _Index)
+    if index["version"] != VERSION:
+        raise ConfigError(
+            f"{directory / 'index.json'}: version is {index['version']}, but only version "
+            f"{VERSION} is known. Write it again with a current release of streaming."
+        )
     return [_open(directory, shard, options) for shard in index["shards"]]
 
 
@@ -91,6 +100,11 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
     def read() -> Iterator[Items]:
         content = read_whole(path, shard["compression"] if shard["zip_data"] else None)
         offsets = offsets_of(path, content, shard["samples"])
+        header = _header(path, content[4 * (len(offsets) + 1) : offsets[0]])
+        if any(header.get(key) != shard[key] for key in HEADER_KEYS):  # type: ignore[literal-required]
+            raise ConfigError(
+                f"{path}: states other columns than index.json: {header}. Restore the index."
+            )
         yield from grouped(_samples(path, content, offsets, shard["column_sizes"], place, dtype))
 
     def _samples(
@@ -108,6 +122,14 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
             yield _values(path, content[start : start + known[place]], dtype, has_shape)
 
     return InputFile(path, "sample", stored["bytes"], None, read)
+
+
+def _header(path: Path, data: np.ndarray) -> dict[str, Any]:
+    """Return the JSON in a shard that describes its columns."""
+    try:
+        return json.loads(data.tobytes())
+    except ValueError as error:
+        raise damaged(path, f"the description of its columns cannot be read ({error})") from None
 
 
 def _values(path: Path, data: np.ndarray, dtype: str, has_shape: bool) -> np.ndarray:

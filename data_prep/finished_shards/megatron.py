@@ -68,6 +68,11 @@ def _open(index: Path) -> InputFile:
         raise damaged(
             index, (f"has {size} bytes, but needs {expected} for its {num_sequences} sequences")
         )
+    if size > expected and (modes := np.memmap(index, "i1", "r", expected)).any():
+        raise ConfigError(
+            f"{index}: sequence {np.argmax(modes)} has mode {modes[np.argmax(modes)]}: it is an "
+            "image or other data, not token ids. Only modes of 0 are supported."
+        )
     if not num_sequences or num_ends < 2:
         raise ConfigError(f"{index}: has no documents. Leave it out.")
     lengths, pointers, documents = _arrays(index, num_sequences, num_ends)

@@ -33,6 +33,7 @@ class Output:
     Args:
         copy_tokenizer: writes a copy of the tokenizer to a new directory, and returns the
             tokenizer's manifest entry.
+        bos_id: id that is recorded as the manifest's `bos_id` if every document begins with it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Output:
         eos_id: int,
         copy_tokenizer: Callable[[Path], dict[str, Any]],
         shard_tokens: int,
+        bos_id: int | None = None,
     ):
         self.writer = ShardWriter(
             directory, vocab_size=vocab_size, eos_id=eos_id, tokenizer={}, shard_tokens=shard_tokens
@@ -54,7 +56,8 @@ class Output:
         except BaseException:
             self.writer.abort()
             raise
-        self.unknown_ids = self.eos_ids = self.text_bytes = 0
+        self.bos_id = bos_id
+        self.unknown_ids = self.eos_ids = self.text_bytes = self.bos_documents = 0
 
     def add(self, documents: Documents) -> None:
         """Append documents."""
@@ -63,8 +66,13 @@ class Output:
         self.eos_ids += int((ids == self.writer.eos_id).sum())
         if self.unknown is not None:
             self.unknown_ids += int((ids == self.unknown).sum())
+        begins = np.concatenate([[0], ends[:-1]])
+        if self.bos_id is not None:
+            has_bos = ids[begins] == self.bos_id
+            self.bos_documents += int(has_bos.sum())
+            begins += has_bos
         if self.table is not None:
-            firsts = ids[np.concatenate([[0], ends[:-1]])]
+            firsts = ids[begins]
             self.text_bytes += int(self.table.counts[ids].sum())
             self.text_bytes += int((self.table.first - self.table.counts)[firsts].sum())
 
@@ -74,6 +82,8 @@ class Output:
         """
         keys: dict[str, Any] = {"text_bytes": self.text_bytes} if self.table is not None else {}
         keys["inner_eos_ids"] = self.eos_ids - self.writer.num_documents
+        if self.bos_documents == self.writer.num_documents:
+            keys["bos_id"] = self.bos_id
         return {**keys, "unknown_ids": self.unknown_ids}
 
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.finished_shards.items import InputFile, Items, ReadOptions, damaged, files_of
+from data_prep.read.directory_formats import describe, find_tables_of
 from zerolm.common.errors import ConfigError
 
 COLUMNS = ("ids", "input_ids", "tokens")
@@ -16,7 +17,10 @@ BATCH_ROWS = 1024
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
     """Open a Parquet file, or all Parquet files in a directory, sorted by name."""
-    return [_open(file, options) for file in files_of(path, ".parquet")]
+    files = files_of(path, ".parquet")
+    if tables := describe(find_tables_of({str(file.parent) for file in files})):
+        raise ConfigError(tables)
+    return [_open(file, options) for file in files]
 
 
 def _open(path: Path, options: ReadOptions) -> InputFile:

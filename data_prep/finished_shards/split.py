@@ -54,7 +54,14 @@ def split(
         return source.head["tokenizer"]
 
     def start(directory: Path) -> Output:
-        return Output(directory, source.vocab_size, source.eos_id, copy_tokenizer, shard_tokens)
+        return Output(
+            directory,
+            source.vocab_size,
+            source.eos_id,
+            copy_tokenizer,
+            shard_tokens,
+            source.bos_id,
+        )
 
     def write(outputs: Sequence[Output]) -> None:
         for documents in read_documents(source):

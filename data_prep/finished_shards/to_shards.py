@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.files.inputs import state_of
 from data_prep.finished_shards.documents import Documents
 from data_prep.finished_shards.items import InputFile, Items
 from data_prep.finished_shards.output import Output, write_outputs
-from data_prep.read.inputs import state_of
 from data_prep.tasks.progress import Progress
 from data_prep.tokenizer.load import Tokenizer
 from zerolm.common.errors import ConfigError
@@ -23,8 +23,10 @@ from zerolm.shards.manifest import token_dtype
 from zerolm.shards.origins import POSITION_BITS, pack_origins
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
-ITEMS, EOS = "items", "eos"
-MAX_DOCUMENT_IDS = 1 << 28  # maximum number of ids per document if documents end only at EOS ids
+ITEMS, EOS, BOS = "items", "eos", "bos"
+MAX_DOCUMENT_IDS = (
+    1 << 28
+)  # maximum number of ids per document if only EOS or BOS ids separate documents
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Rules:
     """How items form documents.
 
     Attributes:
-        boundaries: `items` if each item is a document; `eos` if documents end at EOS ids and may
-            extend over several items and files.
+        boundaries: `items` if each item is a document; `eos` if documents end at EOS ids, `bos` if
+            they begin with BOS ids, and may extend over several items and files.
         append_eos: append an EOS id to documents that do not end with one; otherwise they are
             refused.
     """
@@ -60,6 +62,7 @@ class _Reader:
     def __init__(self, files: Sequence[InputFile], tokenizer: Tokenizer, rules: Rules):
         self.files, self.rules = files, rules
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
+        self.bos_id = tokenizer.bos_id
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.num_ids = self.appended = self.dropped = self.empty = 0
         self.states = {_state(file) for file in files}
@@ -69,7 +72,7 @@ class _Reader:
         begins.
         """
         by_items = self.rules.boundaries == ITEMS and all(file.has_ends for file in self.files)
-        for ids, ends, origins in self._by_item() if by_items else self._by_eos():
+        for ids, ends, origins in self._by_item() if by_items else self._by_id():
             lengths = np.diff(ends, prepend=0)
             kept = np.flatnonzero(lengths)
             self.empty += len(ends) - len(kept)
@@ -125,19 +128,24 @@ class _Reader:
         added[missing] = 1
         return Items(ids, ends + np.cumsum(added))
 
-    def _by_eos(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield documents, split at EOS ids; a document may extend over several items and files.
+    def _by_id(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield documents, split after EOS ids or before BOS ids; a document may extend over
+        several items and files.
 
         If a file begins with an EOS id, its documents have their EOS ids at the start, not at the
         end.
         """
+        by_bos = self.rules.boundaries == BOS
         left: list[np.ndarray] = []  # ids of an incomplete document
         num_left, begun = 0, 0  # its length and origin
         for number, file in enumerate(self.files):
             first, is_start = 0, True  # number of documents that have begun in this file
             for ids, _ in self._pieces(file):
                 ends = np.flatnonzero(ids == self.eos_id) + 1
-                if is_start and not num_left and len(ends) and ends[0] == 1:
+                if by_bos:
+                    ends = np.flatnonzero(ids == self.bos_id)
+                    ends = ends[ends + num_left > 0]
+                elif is_start and not num_left and len(ends) and ends[0] == 1:
                     self.empty += 1
                     self.dropped += 1
                     ids, ends = ids[1:], ends[1:] - 1
@@ -146,7 +154,7 @@ class _Reader:
                     begun = int(pack_origins(number, np.array([first]))[0])
                     first += 1
                 stop = int(ends[-1]) if len(ends) else 0
-                if stop:
+                if len(ends):
                     more = pack_origins(number, np.arange(first, first + len(ends) - 1))
                     origins = np.concatenate([np.array([begun], np.uint64), more])
                     yield np.concatenate([*left, ids[:stop]]), ends + num_left, origins
@@ -158,12 +166,20 @@ class _Reader:
                 num_left += len(ids) - stop
                 if num_left > MAX_DOCUMENT_IDS:
                     raise ConfigError(
-                        f"{file.path}: the tokenizer's EOS id {self.eos_id} is not among "
+                        f"{file.path}: the tokenizer's {'BOS' if by_bos else 'EOS'} id "
+                        f"{self.bos_id if by_bos else self.eos_id} is not among "
                         f"{num_left:,} consecutive ids. Give the --tokenizer (and --dtype) that "
                         "the file was written with."
                     )
         if num_left:  # ids that are not followed by an EOS id
-            yield np.concatenate(left), np.array([num_left]), np.array([begun], np.uint64)
+            last = np.concatenate(left)
+            if not by_bos and self.bos_id is not None and (last == self.bos_id).sum() > 1:
+                raise ConfigError(
+                    f"{self.files[-1].path}: {num_left:,} ids without the tokenizer's EOS id "
+                    f"contain its BOS id {self.bos_id} several times, which begins documents. Use "
+                    "--boundaries bos --append_eos."
+                )
+            yield last, np.array([num_left]), np.array([begun], np.uint64)
 
 
 def convert(
@@ -193,6 +209,7 @@ def convert(
             tokenizer.eos_id,
             tokenizer.write_copy,
             rules.shard_tokens,
+            tokenizer.bos_id,
         )
 
     def write(outputs: Sequence[Output]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from data_prep.read.bad_input import describe_changes
-from data_prep.read.documents import BAD_REASONS, Problem, describe_skipped
+from data_prep.files.documents import Problem
+from data_prep.formats import describe_reason
+from data_prep.read.bad_input import describe_changes, describe_skipped
 from zerolm.report.page import page
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -42,7 +43,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 def not_read(reading: Mapping[str, Any]) -> dict[str, int]:
     """Count the input that was not read as documents; return {description: count}."""
-    bad = {BAD_REASONS.get(key, key): number for key, number in reading.get("bad", {}).items()}
+    bad = {describe_reason(key): number for key, number in reading.get("bad", {}).items()}
     return describe_skipped(reading.get("skipped", {})) | bad
 
 

@@ -36,6 +36,8 @@ def stage_fingerprints(
         elif recipe.shards is not None and stage == "shards":
             options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}
             del options["max_unknown"]  # this option does not affect the content of shards
+            if not options["bos"]:  # absent in earlier releases
+                del options["bos"]
             options = [options, tokenizer]
         elif recipe.pack is not None and stage == "pack":
             options = asdict(recipe.pack)

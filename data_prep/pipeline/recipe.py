@@ -32,7 +32,7 @@ from data_prep.read.discovery import HUB_ID, find_inputs
 from data_prep.read.readers import Input
 from data_prep.stages.options import option, parse_options
 from data_prep.stages.output_rules import Outputs
-from data_prep.tokenizer.load import Tokenizer, load_tokenizer
+from data_prep.tokenizer.load import Tokenizer, load_tokenizer, require_bos
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
 from zerolm.common.url import is_url
@@ -174,6 +174,8 @@ def read_recipe(path: Path) -> Recipe:
     if options["tokenize"] is not None and options["tokenize"].tokenizer:
         name = _tokenizer_name(base, options["tokenize"].tokenizer)
         tokenizer = _collect(problems, load_tokenizer, name)
+        if tokenizer is not None and options["tokenize"].bos:
+            _collect(problems, require_bos, tokenizer)
     sources = tuple(_sources(content.get("sources"), path, base, problems))
     problems += _overlaps(path, base, output, sources)
     if problems:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.options import DedupOptions, against_problems
-from data_prep.read.documents import InputRules
-from data_prep.read.encodings import encoding_problems
+from data_prep.files.documents import InputRules
+from data_prep.files.encodings import encoding_problems
+from data_prep.formats import help_of_endings
 from data_prep.stages.options import option, share
 from data_prep.tokenizer.bpe import BpeOptions
 
@@ -20,9 +21,7 @@ TOKENIZER = "tokenizer"  # directory for the tokenizer that a pipeline trains
 MIN_VOCAB_SIZE = 257  # one id per byte, and the EOS token
 DEFAULTS = InputRules()
 INPUT_HELP = (
-    "a .txt, .md or .html file (one document); .csv or .tsv (one per row); .jsonl or .ndjson (one "
-    "per line); all of these, and .json, also with .gz, .zst, .bz2 or .xz; .warc or .wet (one per "
-    "page; also .gz); .parquet or .arrow; a directory (all such files in it, sorted by path); a "
+    f"{help_of_endings()}; a directory (all such files in it, sorted by path); a "
     "quoted glob; a URL of any of these (s3://, gs://; https:// for a file); or a dataset on the "
     "Hugging Face hub, namespace/name[:config][@split] (default split: train). Inputs are read in "
     "the given order; the flag may be repeated"
@@ -189,6 +188,7 @@ class ShardOptions:
         low=1,
         shown="134217728, or 256 to 512 MiB",
     )
+    bos: bool = option(False, "write the tokenizer's BOS id before each document too")
     max_unknown: float = share(
         0.01,
         "maximum fraction of tokens that may be the tokenizer's unknown token, whose text is lost",
@@ -232,6 +232,10 @@ def tokenizer_problems(
             f"{where}: pack: needs the key tokenize, which writes the shards to pack. Add it."
         )
     shards = options["tokenize"]
+    if shards is not None and shards.bos and options["train_tokenizer"] is not None:
+        problems.append(
+            f"{where}: tokenize.bos: a trained tokenizer has no BOS token. Remove the key."
+        )
     if shards is not None and bool(shards.tokenizer) == ("train_tokenizer" in content):
         problems.append(
             f"{where}: tokenize.tokenizer: give exactly one of this key and train_tokenizer."

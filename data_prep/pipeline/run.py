@@ -37,6 +37,7 @@ from data_prep.tokenizer.train import train_on_stages
 from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import versions
 from zerolm.data.packing import index_file
+from zerolm.shards.boundaries import notices
 from zerolm.shards.reader import open_source
 
 Json = dict[str, Any]
@@ -157,6 +158,7 @@ class Pipeline:
                 rules=self.source.options.rules(keep_records=False),
                 encoder=shards.encoder,
                 val_fraction=self.recipe.val_fraction(self.source) or None,
+                bos=shards.bos,
                 shard_tokens=shards.shard_tokens,
                 max_unknown=shards.max_unknown,
             ),
@@ -202,7 +204,8 @@ class Pipeline:
         if stage == "pack":
             return f"{manifest['num_rows']:,} rows of {manifest['seq_len']:,} tokens"
         if stage == "shards":
-            return f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
+            made = f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
+            return "; ".join([made, *notices(open_source(self._shard_directories()[0]))])
         kept = f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
         reading = manifest.get("reading", {})
         bad = sum(reading.get("bad", {}).values())

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.read.documents import BAD_REASONS, InputRules, Problem, describe_skipped
-from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input, stream_of
-from data_prep.read.lines import count_lines
+from data_prep.files.documents import InputRules, Problem
+from data_prep.files.inputs import Input, stream_of
+from data_prep.files.lines import count_lines
+from data_prep.formats import describe_reason, format_of
 from zerolm.common.errors import ConfigError
 
 MAX_PROBLEMS = 10  # recorded per unit, which is enough to diagnose a file
+SHOWN_TYPES = 6  # WARC content types listed separately
 MAX_EXAMPLES = 5  # kept for each reason
 MAX_COUNTED_BYTES = 1 << 30  # reread at most this much of a file to find a line number
 
@@ -26,8 +28,8 @@ class Tally:
 
     num_documents: int = 0
     input_bytes: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)  # by documents.SKIP_REASONS
-    bad: Counter[str] = field(default_factory=Counter)  # by documents.BAD_REASONS
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    bad: Counter[str] = field(default_factory=Counter)  # by reason
     changed: Counter[str] = field(default_factory=Counter)  # by "from ENCODING"
     lost_bytes: int = 0
     examples: list[Problem] = field(default_factory=list)
@@ -83,15 +85,14 @@ def describe_problems(
     for name in {problem.name for problem in problems}:
         countable: list[Problem] = []
         for problem in sorted((p for p in problems if p.name == name), key=lambda p: p.start):
-            suffix = inputs[problem.input].suffix
+            shown = format_of(inputs[problem.input]).places
             if problem.is_row:
                 places[problem] = problem.place
-            elif problem.reason == "unreadable" or suffix.startswith(PAGE_FORMATS):
+            elif problem.reason == "unreadable" or shown == "file":
                 places[problem] = name
             else:
                 places[problem] = problem.place
-                is_text = not suffix.startswith(ARCHIVE_FORMATS)
-                if is_text and problem.start < MAX_COUNTED_BYTES:
+                if shown == "line" and problem.start < MAX_COUNTED_BYTES:
                     countable.append(problem)
         if countable and Path(name).is_file():
             stream = stream_of(inputs[countable[0].input], 0, rules)
@@ -135,6 +136,23 @@ def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -
     }
 
 
+def describe_skipped(skipped: Mapping[str, int]) -> dict[str, int]:
+    """Return counts by description; keys `REASON.TYPE` are merged, and their types listed."""
+    counts: Counter[str] = Counter()
+    types: dict[str, Counter[str]] = {}
+    for key, count in skipped.items():
+        reason, _, kind = key.partition(".")
+        counts[reason] += count
+        types.setdefault(reason, Counter())[kind] += count
+    described = {}
+    for reason, count in sorted(counts.items()):
+        shown = [f"{n:,} {kind}" for kind, n in types[reason].most_common(SHOWN_TYPES) if kind]
+        shown += ["..."] if len(types[reason]) > SHOWN_TYPES else []
+        what = describe_reason(reason)
+        described[f"{what} ({', '.join(shown)})" if shown else what] = count
+    return described
+
+
 def describe_changes(changed: Mapping[str, int]) -> list[str]:
     """Return how many documents were decoded from each encoding other than UTF-8."""
     return [f"decoded {name}: {count:,}" for name, count in sorted(changed.items())]
@@ -148,7 +166,7 @@ def summary_lines(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> l
     lines += [f"documents {line}" for line in describe_changes(tally.changed)]
     for reason, count in sorted(tally.bad.items()):
         examples = [each for each in tally.examples if each.reason == reason]
-        lines.append(f"bad input: {count:,} in {BAD_REASONS[reason]}; for example")
+        lines.append(f"bad input: {count:,} in {describe_reason(reason)}; for example")
         lines += [f"    {line}" for line in describe_problems(inputs, examples[:1], rules)]
     if tally.lost_bytes:
         lines.append(f"bad input: {tally.lost_bytes:,} bytes of files could not be read")

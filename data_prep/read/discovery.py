@@ -6,7 +6,6 @@ Reading files directly is faster, and messages can name the line of a broken doc
 """
 
 import glob
-import json
 import os
 import re
 from collections import Counter
@@ -16,38 +15,39 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from data_prep.read.encodings import canonical
-from data_prep.read.inputs import (
-    ARCHIVE_FORMATS,
-    CODE,
-    CODE_FILES,
-    DATA_FILES,
-    DATASET_CARD,
-    ROW_FORMATS,
-    TABLE_FORMATS,
-    FileKinds,
+from data_prep.files.encodings import AUTO, canonical
+from data_prep.files.inputs import (
     HubDataset,
     Input,
-    lines_suffix,
-    package_versions,
-    packages_of,
     pointer_failure,
     state_of,
-    suffix_of,
 )
-from data_prep.read.parse import JSON_HINT
-from data_prep.read.readers import checked_table, open_hub
-from data_prep.read.remote import list_files
-from data_prep.read.source_code import code_keys
+from data_prep.files.remote import list_files
+from data_prep.files.streams import COMPRESSIONS, Failure
+from data_prep.formats import format_of, suffix_of
+from data_prep.formats.format import package_versions
+from data_prep.formats.hub_stream import open_hub
+from data_prep.formats.json_lines import JSON_HINT, lines_suffix
+from data_prep.formats.source_code import CODE, code_keys
+from data_prep.read.directory_formats import (
+    Found,
+    describe,
+    directory_problem,
+    find_caches,
+    find_format,
+    find_in_listing,
+    find_tables_of,
+    without_caches,
+)
+from data_prep.read.file_kinds import CODE_FILES, DATA_FILES, DATASET_CARD, FileKinds
+from data_prep.read.hub import hub_files
 from data_prep.read.stage_files import (
     STAGE_MANIFEST,
     check_text_field,
     is_stage,
-    is_unfinished,
     read_stage,
     stage_of,
 )
-from data_prep.read.streams import COMPRESSIONS, Failure
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.url import HUB_SECONDS, announce_hub, is_url
 
@@ -93,8 +93,15 @@ def find_inputs(
     kinds = CODE_FILES if code else DATA_FILES
     for argument in arguments:
         field = text_fields.get(argument, text_field)
-        found = _expand(argument, field, kinds, notes, problems)
+        num_before = len(problems)
+        found = list(_expand(argument, field, kinds, notes, problems))
         candidates += (replace(each, text_field=text_fields.get(argument)) for each in found)
+        if not code and len(problems) == num_before:
+            tables = describe(find_tables_of(_directories(argument, found)))
+            problems += (f"--input {argument}: {problem}" for problem in tables)
+    if not code:
+        files = (name for each in candidates for name in _files(each))
+        problems += (f"--input {problem}" for problem in find_caches(files))
     inputs: list[Input] = []
     seen: dict[Any, str] = {}
     missing: dict[str, str] = {}  # each missing package is reported once, not for every file
@@ -116,6 +123,20 @@ def find_inputs(
     if problems:
         raise ConfigError(problems)
     return inputs, notes
+
+
+def _directories(argument: str, found: Sequence[Input]) -> set[str]:
+    """Return the directory that an argument names, or those of the files that it names."""
+    names = [name for each in found if not each.of_stage for name in _files(each)]
+    is_below = names and names != [argument] and not glob.has_magic(argument)
+    if is_below and not any(each.hub for each in found):
+        return {argument.rstrip("/")}
+    return {name.rpartition("/")[0] for name in names}
+
+
+def _files(each: Input) -> list[str]:
+    """Return the name of a file, or the names of the files of a hub dataset."""
+    return [each.name] if each.hub is None else [file.name for file in hub_files(each.hub) or ()]
 
 
 def _identity(each: Input) -> Any:
@@ -174,23 +195,23 @@ def _copies_notes(inputs: Sequence[Input]) -> list[str]:
 
 def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, str]) -> Input:
     """Set all fields of a file that affect reading, and `problem` if the file contains no text."""
+    found = format_of(each)
     try:
-        packages = packages_of(each.suffix, encoding)
+        detected = ("chardet",) if encoding == AUTO and found.is_text else ()
+        packages = package_versions(found.packages or detected)
     except ConfigError as error:
         problem = error.problems[0]
         missing.setdefault(problem, f"--input {each.argument}: {each.name} {problem}")
         return each
     keys: tuple[tuple[str, str], ...] = ()
-    if each.suffix == CODE:
+    if found is CODE:
         is_tree = Path(each.argument).is_dir() or is_url(each.argument)
         keys = code_keys(each.name, each.argument if is_tree else str(Path(each.name).parent))
     if not is_url(each.name) and (failure := pointer_failure(each.name, each.size_bytes)):
         return replace(each, problem=failure)
-    is_fixed = each.suffix.startswith((*ARCHIVE_FORMATS, *ROW_FORMATS))
-    encoding = "utf-8" if is_fixed else canonical(encoding)
+    encoding = canonical(encoding) if found.is_text else "utf-8"
     each = replace(each, encoding=encoding, keys=keys, packages=packages)
-    is_table = each.suffix.startswith((*TABLE_FORMATS, ".parquet", ".arrow"))
-    return checked_table(each, text_field) if is_table and each.size_bytes else each
+    return found.check(each, text_field) if each.size_bytes else each
 
 
 def _expand(
@@ -264,6 +285,11 @@ def _expand_url(
         return
     is_hidden = [kinds.hides_below(argument, each.url) for each in entries]
     suffixes = [kinds.suffix(each.url) for each in entries]
+    if kinds is DATA_FILES:
+        formats = describe(find_in_listing(argument, (each.url for each in entries)))
+        if formats:
+            problems += (f"--input {argument}: {problem}" for problem in formats)
+            return
     stages = {each.url.rpartition("/")[0] for each in entries if each.url.endswith("/stage.json")}
     if stages:
         problems.append(_stages_problem(argument, list(stages)))
@@ -298,6 +324,7 @@ def _walk(
     hidden: list[str] = []
     links: list[str] = []
     stages: list[str] = []
+    formats: list[Found] = []
     unreadable: dict[str, Failure] = {}
 
     def add_unreadable(error: OSError) -> None:
@@ -310,11 +337,15 @@ def _walk(
             stages.append(directory)
             directories.clear()
             continue
-        if (problem := _directory_problem(directory, directories, names)) is not None:
+        if (problem := directory_problem(directory, directories, names)) is not None:
             problems.append(f"--input {argument}: {problem}")
             directories.clear()
             continue
-        names = _without_caches(directory, names)
+        if kinds is DATA_FILES and (found := find_format(directory, directories, names)):
+            formats.append(found)
+            directories.clear()
+            continue
+        names = without_caches(directory, names)
         unseen = {name for name in (*names, *directories) if kinds.hides(name)}
         hidden += [f"{directory}/{name}" for name in unseen]
         directories[:] = [name for name in directories if name not in unseen]
@@ -332,9 +363,10 @@ def _walk(
         )
     notes += _hidden_note(argument, hidden)
     notes += _hidden_note(argument, links, "directories that are symbolic links")
+    problems += (f"--input {argument}: {problem}" for problem in describe(formats))
     if stages:
         problems.append(_stages_problem(argument, stages))
-    elif not known:
+    elif not known and not formats:
         problems.append(f"--input {argument}: no file below {top} is one of {kinds.shown}")
     for path in known if not stages else ():
         if path in unreadable:
@@ -361,30 +393,6 @@ def _suffix(path: str, kinds: FileKinds, text_field: str) -> str | None:
     if suffix is None and path.lower().endswith(".json"):
         return lines_suffix(path, text_field)
     return suffix
-
-
-def _directory_problem(directory: str, directories: list[str], names: list[str]) -> str | None:
-    """Return why the files below a directory cannot be read as inputs, or None if they can."""
-    if {"records", "work"} & set(directories) and is_unfinished(directory):
-        return (
-            f"{directory} is an unfinished stage. Run its command again to finish it, or remove it."
-        )
-    if "dataset_dict.json" in names and len(directories) > 1:
-        return (
-            f"{directory} is a DatasetDict with {len(directories)} splits. Give the directory of "
-            f"one: {directory}/{min(directories)}"
-        )
-    return None
-
-
-def _without_caches(directory: str, names: list[str]) -> list[str]:
-    """Return the files in a directory; omit a saved `Dataset`'s cached results of `map`."""
-    try:
-        content = json.loads(Path(directory, "state.json").read_text(encoding="utf-8"))
-        listed = {each["filename"] for each in content["_data_files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return names
-    return [name for name in names if name in listed or not name.endswith(".arrow")]
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
@@ -442,8 +450,11 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
 
         announce_hub(argument)
         hub = replace(hub, revision=HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
-        open_hub(hub)
+        if hub_files(hub) is None:
+            open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
+    except ConfigError as error:
+        problems += (f"--input {argument}: {problem}" for problem in error.problems)
     except Exception as error:  # datasets and huggingface_hub raise errors of many types
         problems.append(
             f"--input {argument}: no such file, and it cannot be opened as a hub dataset "

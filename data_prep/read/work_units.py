@@ -11,14 +11,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from data_prep.files.documents import Chunk, Document, InputRules, Position, Problem
+from data_prep.files.encodings import canonical
+from data_prep.files.inputs import END, Input, InputRange
+from data_prep.files.parse import parse_chunk
+from data_prep.formats import format_of
 from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
-from data_prep.read.csv_rows import read_fields
-from data_prep.read.documents import Chunk, Document, InputRules, Position, Problem
-from data_prep.read.encodings import UTF8, canonical
-from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange, stored_in
-from data_prep.read.pages import read_pages
-from data_prep.read.parquet import parquet_errors
-from data_prep.read.parse import read_documents
 from data_prep.read.readers import read_input
 from zerolm.common.errors import ConfigError
 
@@ -27,8 +25,6 @@ MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
 UNITS_PER_CORPUS = 128  # so that many workers finish a small corpus at about the same time
 LAST_PIECES = 4
 UNLIMITED_BYTES = 1 << 40
-SPLIT_ARCHIVES = (".warc.gz", ".wet.gz")
-PARSERS = {"pages": read_pages, "fields": read_fields}  # by kind of chunk
 FILE_OVERHEAD_BYTES = 1 << 12  # added per file, so that a million empty files form many units
 
 
@@ -80,11 +76,11 @@ def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[Wo
     divided = units[:-2]
     for unit in units[-2:]:
         part = unit.ranges[0]
-        is_split = part.stop is not None and inputs[part.input].suffix in LINE_FORMATS
-        if len(unit.ranges) > 1 or not is_split:
+        is_text = format_of(inputs[part.input]).is_text
+        if len(unit.ranges) > 1 or part.stop is None or not is_text:
             divided.append(unit)
             continue
-        size = (part.stop or 0) - part.start
+        size = part.stop - part.start
         limits = [part.start + size * piece // LAST_PIECES for piece in range(LAST_PIECES + 1)]
         divided += [
             WorkUnit((part._replace(start=start, stop=stop),), stop - start)
@@ -96,36 +92,10 @@ def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[Wo
 def _split(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
     """Divide an input into ranges of about `limit` bytes or less; return them with their sizes."""
     size = source.size_bytes or 0
-    is_split = source.suffix in LINE_FORMATS and source.encoding == UTF8
-    is_split = is_split or source.suffix in SPLIT_ARCHIVES
-    if source.problem is None and size > limit and is_split:
-        count = -(-size // limit)
-        limits = [size * part // count for part in range(count + 1)]
-        return [(InputRange(index, start, stop), stop - start) for start, stop in pairwise(limits)]
-    if source.problem is None and size > limit and source.suffix == ".parquet":
-        return _split_parquet(index, source, limit)
-    return [(InputRange(index), size)]
-
-
-def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
-    import pyarrow.parquet as pq
-
-    stored_bytes = source.size_bytes or 0
-    try:
-        metadata = pq.read_metadata(stored_in(source))
-        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    except parquet_errors():  # the task that reads the file reports the problem
-        return [(InputRange(index), stored_bytes)]
-    parts: list[tuple[InputRange, int]] = []
-    start = stop = 0
-    for group, count in enumerate(rows):
-        stop += count
-        size = stored_bytes * (stop - start) // max(1, sum(rows))
-        following = rows[group + 1] if group + 1 < len(rows) else 0
-        if not following or size * (stop - start + following) > limit * (stop - start):
-            parts.append((InputRange(index, start, stop), size))
-            start = stop
-    return parts or [(InputRange(index), stored_bytes)]
+    is_divided = source.problem is None and size > limit
+    parts = format_of(source).split(source, limit) if is_divided else []
+    ranges = [(InputRange(index, start, stop), part_bytes) for start, stop, part_bytes in parts]
+    return ranges or [(InputRange(index), size)]
 
 
 def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
@@ -174,8 +144,8 @@ def read_batches(
     fatal: list[Problem] = []
     for chunk in _read_chunks(inputs, unit, rules, chunk_bytes, start):
         input_rules = _rules_for(inputs[chunk.input], rules)
-        parse = PARSERS.get(chunk.kind, read_documents)
-        documents, skipped, problems = parse(chunk, input_rules)
+        parse = format_of(inputs[chunk.input]).parse
+        documents, skipped, problems = parse_chunk(chunk, input_rules, parse)
         if problems and rules.on_bad_input == "fail":
             fatal += problems
         if fatal:  # the unit will be refused: continue only to report more problems

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.files.documents import InputRules
+from data_prep.files.parse import find_text
 from data_prep.read.bad_input import Tally, check_bad_fraction
-from data_prep.read.documents import InputRules
-from data_prep.read.parse import find_text
 from data_prep.read.readers import Input, require_unchanged
 from data_prep.read.stage_files import Stage, provenance_of, read_stage_lines
 from data_prep.read.work_units import (

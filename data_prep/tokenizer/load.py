@@ -61,6 +61,7 @@ class Tokenizer:
         name: the value of --tokenizer.
         vocab_size: greater than every id; `len()` of a transformers tokenizer, or more if the ids
             have gaps.
+        bos_id: None if the tokenizer has no BOS token, or if it is the EOS token.
         fingerprint: hex SHA-256 of everything that determines the ids.
         save: function that writes a copy of the tokenizer into an existing directory.
     """
@@ -71,6 +72,7 @@ class Tokenizer:
     fingerprint: str
     save: Callable[[Path], object]
     notices: tuple[str, ...] = ()
+    bos_id: int | None = None
 
     def write_copy(self, directory: Path) -> dict[str, Any]:
         """Write a copy of the tokenizer to a new directory, and return its manifest entry."""
@@ -134,13 +136,15 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
     eos_id = backend.token_to_id(config["eos_token"])
     if eos_id is None or backend.get_vocab_size() > _MAX_PLAIN_VOCAB:
         return None
-    return _describe_backend(
+    described = _describe_backend(
         str(directory),
         eos_id,
         backend.get_vocab_size(),
         _definition_of(backend, directory),
         lambda target: [shutil.copyfile(directory / file, target / file) for file in _PLAIN_FILES],
     )
+    bos_token = config.get("bos_token")
+    return _with_bos(described, None if bos_token is None else backend.token_to_id(bos_token))
 
 
 def _load_with_transformers(name: str, local: bool) -> Tokenizer:
@@ -155,7 +159,7 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
         _check_eos_token(Path(name), tokenizer.eos_token)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return _describe_backend(
+        described = _describe_backend(
             name,
             tokenizer.eos_token_id,
             len(tokenizer),
@@ -163,15 +167,31 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
             tokenizer.save_pretrained,
             tuple(notices),
         )
+        return _with_bos(described, tokenizer.bos_token_id)
     vocab = tokenizer.get_vocab()
     definition = [type(tokenizer).__name__, sorted(vocab.items()), tokenizer.eos_token_id]
-    return Tokenizer(
+    described = Tokenizer(
         name,
         max(len(tokenizer), max(vocab.values()) + 1),
         tokenizer.eos_token_id,
         _fingerprint(definition),
         tokenizer.save_pretrained,
     )
+    return _with_bos(described, tokenizer.bos_token_id)
+
+
+def _with_bos(tokenizer: Tokenizer, bos_id: int | None) -> Tokenizer:
+    return replace(tokenizer, bos_id=None if bos_id == tokenizer.eos_id else bos_id)
+
+
+def require_bos(tokenizer: Tokenizer, option: str = "--bos") -> None:
+    """Raise a `ConfigError` if a tokenizer has no BOS token to begin documents with."""
+    if tokenizer.bos_id is None:
+        raise ConfigError(
+            f"{option}: the tokenizer {tokenizer.name} has no BOS token, or its BOS is its EOS "
+            "token, which separates documents already. Remove the option, or set bos_token in its "
+            "tokenizer_config.json."
+        )
 
 
 def _check_eos_token(directory: Path, eos_token: str) -> None:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from data_prep.files.documents import InputRules
 from data_prep.read.bad_input import Tally, check_bad_fraction
-from data_prep.read.documents import InputRules
 from data_prep.read.readers import require_unchanged
 from data_prep.read.work_units import plan_units, read_batches
 

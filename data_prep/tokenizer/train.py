@@ -8,10 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from data_prep.files.documents import InputRules
+from data_prep.files.inputs import Input, total_bytes
 from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
-from data_prep.read.inputs import Input, total_bytes
 from data_prep.read.stage_files import read_stage
 from data_prep.tasks.progress import Progress
 from data_prep.tokenizer import text_sample

@@ -3,6 +3,7 @@
 python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints problems with a launch
 """
 
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -19,6 +20,7 @@ HOST_LINE = re.compile(  # a name like "-x" would be an ssh option
     r"(?!-)[!-~]+ slots=0*[1-9][0-9]*( max[_-]slots=[0-9]+)?", re.ASCII
 )
 CHOOSE_PARTS = ("num_nodes", "num_gpus", "include", "exclude")
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # ssh gives up after a minute
 
 
@@ -113,6 +115,56 @@ def used_slots(
             f"command line: {flag} {value}: leaves no device to train on. Exclude fewer."
         )
     return used
+
+
+def started_slots(slots: Mapping[str, int], given: Mapping[str, str | None]) -> dict[str, int]:
+    """Return {host: number of ranks} that `deepspeed` starts with its flags.
+
+    Args:
+        slots: {host: number of slots} as read from the hostfile.
+        given: {name of a flag in `CHOOSE_PARTS`: its value}.
+
+    Raises:
+        ConfigError: a flag names a host that does not exist, or excludes every host.
+    """
+    used = used_slots(slots, given.get("include"), given.get("exclude"))
+    sizes = {name: str(given.get(name) or "0") for name in ("num_nodes", "num_gpus")}
+    if problems := [
+        f"command line: --{name}: {size} is not a number. Write 1 or more."
+        for name, size in sizes.items()
+        if not size.isdecimal()
+    ]:
+        raise ConfigError(problems)
+    number, each = map(int, sizes.values())
+    return {name: each or used[name] for name in list(used)[: number or None]}
+
+
+def visible_devices(given: Mapping[str, str | None]) -> list[str]:
+    """Return the devices of this host on which `deepspeed` starts a rank each by the environment.
+
+    Call this only without a hostfile, with which the launcher ignores the variable; it also ignores
+    it if flags choose the devices.
+
+    Args:
+        given: {name of a launcher flag: its value}.
+
+    Raises:
+        ConfigError: the launcher would end in a traceback.
+    """
+    value = os.environ.get(VISIBLE_DEVICES, "")
+    chosen = [name for name in CHOOSE_PARTS if given.get(name)]
+    if not value or chosen not in ([], ["num_nodes"]):
+        return []
+    where = f"environment: {VISIBLE_DEVICES}: {value}"
+    if chosen:
+        raise ConfigError(f"{where}: DeepSpeed fails with --num_nodes. Remove the flag.")
+    devices = list(dict.fromkeys(each.strip() for each in value.split(",")))
+    if not all(each.isdecimal() for each in devices):
+        raise ConfigError(
+            f"{where}: DeepSpeed's launcher reads only numbers of devices. Write those that "
+            f"nvidia-smi lists, or give --num_gpus, with which it ignores the variable."
+        )
+    return devices
 
 
 def mpi_problems(launcher: str, given: Collection[str]) -> list[str]:

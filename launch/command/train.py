@@ -19,20 +19,22 @@ from launch.command.hosts import (
     mpi_problems,
     read_hostfile,
     ssh_problems,
+    started_slots,
     used_hosts,
+    visible_devices,
 )
-from zerolm.common import processes
+from zerolm.common import process_tree, processes
 from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
+from zerolm.common.process_tree import RUNNER
 from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT, module_command
-from zerolm.engine.launcher_options import ALIASES, DEFAULT_PORT, LAUNCHER_FLAGS, SHORT
+from zerolm.engine.launcher_options import ALIASES, DEFAULT_PORT, LAUNCHER_FLAGS, SHORT, rank_start
 from zerolm.parts.parse import add_all_settings, answer, parse_settings
 
 USAGE = """\
 zerolm train [launcher flags] --deepspeed_config FILE --model_config FILE
            --data PATH[=WEIGHT] --run_dir PATH [flags]"""
-LAUNCHER = "zerolm.engine.launcher"
 PROGRAMS = ("zerolm", "launch")
 CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
 
@@ -61,6 +63,10 @@ def run(argv: Sequence[str]) -> int:
     launcher, flags = split_flags(_without_credentials(argv))
     settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
     problems += _host_problems(launcher, flags)
+    try:
+        rank_start(launcher)
+    except ConfigError as error:
+        problems += error.problems
     if settings.check and settings.world_size is None:
         flags += _world_size(launcher, problems)
     if problems:
@@ -71,6 +77,7 @@ def run(argv: Sequence[str]) -> int:
     if _hostfile(launcher):  # the multi-node launcher stops the ranks itself
         keep_alive(os.environ)
         os.execv(sys.executable, command)
+    visible_devices({flag[2:].partition("=")[0]: flag for flag in launcher})
     return _run_launcher(command)
 
 
@@ -80,21 +87,30 @@ def _run_launcher(command: Sequence[str]) -> int:
     Signals are forwarded to the ranks, which save and stop. On Ctrl-C, the launcher would exit with
     a traceback and kill W&B's service, so it runs outside the terminal's process group.
     """
-    launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
+    launcher: subprocess.Popen[bytes] | None = None
     received: list[int] = []
+    early: list[int] = []  # signals that arrived before there were ranks
 
     def forward(number: int, frame: Any) -> None:
         received.append(number)
-        nodes = processes.children(launcher.pid)
-        ranks = [rank.pid for node in nodes for rank in processes.children(node.pid)]
-        for pid in ranks or [*(node.pid for node in nodes), launcher.pid]:
+        if launcher is None:
+            return
+        node_launchers, ranks = process_tree.below(launcher.pid)
+        early.extend([] if ranks else [number])
+        for pid in ranks or [*node_launchers, launcher.pid]:
             is_started = processes.handles_signal(pid, signal.SIGTERM)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number if ranks and is_started else signal.SIGTERM)
 
     for number in processes.stop_signals():
         signal.signal(number, forward)
+    launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
+    if received:
+        forward(received.pop(), None)
     code = launcher.wait()
+    if early:  # the launcher may have started ranks after it was asked for them
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGTERM)
     # DeepSpeed's launcher may exit with the negated number of the signal that killed a rank.
     ended_by = -code if code < 0 else 256 - code if code > 192 else code - 128
     if received and ended_by == signal.SIGTERM:  # sent by `forward`, as nothing was to be saved
@@ -108,7 +124,7 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
     if not any(flag.startswith(("--log_level", "--quiet")) for flag in launcher):
         launcher.append("--log_level=error")
     launcher = _for_mpirun(launcher)
-    return module_command(LAUNCHER, *launcher, SCRIPT, *flags)
+    return module_command(RUNNER, *launcher, SCRIPT, *flags)
 
 
 def run_command(arguments: argparse.Namespace) -> list[str]:
@@ -121,7 +137,7 @@ def run_command(arguments: argparse.Namespace) -> list[str]:
         if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
             return deepspeed_command(command[place + 1 :])
     if command and shutil.which(command[0]) == str(Path(sys.executable).with_name("deepspeed")):
-        return module_command(LAUNCHER, *command[1:])
+        return module_command(RUNNER, *command[1:])
     return command
 
 
@@ -191,7 +207,17 @@ def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
     If it cannot be computed from them, append to `problems` and return no flag.
     """
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
+    if hostfile := _hostfile(launcher):
+        try:
+            slots = {host.name: host.num_slots for host in read_hostfile(Path(hostfile))}
+            used_hosts(hostfile, given.get("num_nodes"))
+            return ["--world_size", str(sum(started_slots(slots, given).values()))]
+        except ConfigError as error:
+            problems += [each for each in error.problems if each not in problems]
+            return []
     chosen = [name for name in CHOOSE_DEVICES if name in given]
+    if not chosen and not problems and (visible := visible_devices({})):
+        return ["--world_size", str(len(visible))]
     sizes = [given.get("num_gpus", ""), given.get("num_nodes", "1")]
     if not set(chosen) - {"num_gpus", "num_nodes"} and all(size.isdecimal() for size in sizes):
         return ["--world_size", str(int(sizes[0]) * int(sizes[1]))]

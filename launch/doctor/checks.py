@@ -14,7 +14,7 @@ from zerolm.common.values import shown_bytes
 from zerolm.preflight.host import shared_memory_problem
 
 PACKAGES = ("python", "torch", "deepspeed", "transformers", "zerolm")
-MAX_SKEW_SECONDS = 5.0  # each host computes the age of other hosts' heartbeats and locks
+MAX_SKEW_SECONDS = 5.0  # each host computes the age of other hosts' heartbeats
 MIN_BYTES_PER_SECOND = 20e6
 MIN_SAMPLE_BYTES = 8 << 20  # a smaller sample is too short to measure a disk's speed
 MAX_NAMES = 3
@@ -195,20 +195,6 @@ def _port(facts: Facts, required: Requirements) -> list[Finding]:
     return [Finding("port", host, OK, "rank 0 can listen")]
 
 
-def _locks(facts: Facts, required: Requirements) -> list[Finding]:
-    found = []
-    for host, fact in facts.items():
-        stale, fresh = fact["locks"]
-        for lock in stale:
-            text = f"{lock}: left by a build that was killed; every rank would wait for it"
-            found.append(Finding("build locks", host, RED, text, f"rm {lock}"))
-        for lock in fresh:
-            text = f"{lock}: an operator is being built now"
-            fix = "wait, or delete the lock if no build is running"
-            found.append(Finding("build locks", host, NOTE, text, fix))
-    return merge_hosts(found) or [Finding("build locks", ALL, OK, "none")]
-
-
 def _operators(facts: Facts, required: Requirements) -> list[Finding]:
     found, names = [], []
     for host, fact in facts.items():
@@ -246,6 +232,6 @@ def _storage(facts: Facts, required: Requirements) -> list[Finding]:
 
 
 CHECKS: tuple[Callable[[Facts, Requirements], list[Finding]], ...] = (
-    _settings, _versions, _code, _data, _devices, _clock, _disk, _shared_memory, _port, _locks,
+    _settings, _versions, _code, _data, _devices, _clock, _disk, _shared_memory, _port,
     _operators, _storage,
 )  # fmt: skip

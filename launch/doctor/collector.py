@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
+from launch.command.hosts import VISIBLE_DEVICES
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
@@ -82,7 +83,6 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
         "disk": disk(settings),
         "shared_memory": host.shared_memory(),
         "port": host.port_problem(port),
-        "locks": [[str(lock) for lock in locks] for locks in machine.build_locks(os.environ)],
         "operators": operators(),
         "addresses": addresses(),
         "free_port": machine.free_port(),
@@ -91,21 +91,28 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
 
 
 def devices(problems: list[str]) -> dict[str, Any]:
-    """Return {kind, name, count, busy: one line per device that another process is using}."""
+    """Return {kind, name, count, ranks, busy: one line per device that another process is using}.
+
+    `ranks` is what DeepSpeed's launcher starts without flags: on CPUs, one per NUMA node. It counts
+    without CUDA_VISIBLE_DEVICES, and sets that for each rank.
+    """
     import deepspeed.accelerator  # even without a GPU, to check that the import succeeds
 
+    visible = os.environ.pop(VISIBLE_DEVICES, None)
+    ranks = deepspeed.accelerator.get_accelerator().device_count()
+    os.environ.update({} if visible is None else {VISIBLE_DEVICES: visible})
     device = local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
     if not device.is_gpu:
         count, busy = len(os.sched_getaffinity(0)), list[str]()
     else:
-        count = deepspeed.accelerator.get_accelerator().device_count()
-        busy = _busy_devices()
-    return {"kind": device.kind, "name": device.name, "count": count, "busy": busy}
+        count, busy = ranks, _busy_devices()
+    found = {"kind": device.kind, "name": device.name, "count": count}
+    return found | {"ranks": ranks, "busy": busy}
 
 
 def _busy_devices() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE_DEVICES)
     busy = []
     for line in _output(query + ([f"--id={visible}"] if visible else [])).splitlines():
         with contextlib.suppress(ValueError):

@@ -18,7 +18,13 @@ from typing import Any
 
 from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_flags
 from launch.command.environment import environment_problems, forwarded_environment
-from launch.command.hosts import Host, read_hostfile, used_slots
+from launch.command.hosts import (
+    VISIBLE_DEVICES,
+    Host,
+    read_hostfile,
+    started_slots,
+    visible_devices,
+)
 from launch.command.train import add_launcher_flags, run_command
 from launch.doctor import network
 from launch.doctor.checks import run_checks
@@ -121,11 +127,13 @@ class Doctor:
             name: launcher_option(command, f"--{name}") or launcher_option(command, short)
             for name, short in (("include", "-i"), ("exclude", "-e"))
         }
-        self.num_gpus = int(launcher_option(command, "--num_gpus") or 0)
+        self.selection["num_gpus"] = launcher_option(command, "--num_gpus")
+        self.selection["num_nodes"] = option("num_nodes")
         self.hosts, self.slots = [Host("localhost", "slots=1")], {"localhost": 0}
         if hostfile:
             hosts = read_hostfile(Path(hostfile))
-            self.slots = used_slots({host.name: host.num_slots for host in hosts}, **self.selection)
+            self.slots = {host.name: host.num_slots for host in hosts}
+            self.slots = started_slots(self.slots, self.selection)
             self.hosts = [host for host in hosts if host.name in self.slots]
         self.num_nodes = int(option("num_nodes") or 0)
         self.port, ssh_port = int(option("master_port") or DEFAULT_PORT), option("ssh_port")
@@ -163,8 +171,14 @@ class Doctor:
             self.sessions = {name: self.sessions[name] for name in facts}
             if self.hostfile is None:  # the launcher starts one rank per GPU
                 (devices,) = (fact["devices"] for fact in facts.values())
-                number = self.num_gpus or (1 if devices["kind"] == "cpu" else devices["count"])
-                self.slots = used_slots({"localhost": number}, **self.selection)
+                number, visible = devices["ranks"], visible_devices(self.selection)
+                here = {"localhost": len(visible) or number}
+                self.slots = started_slots(here, self.selection)
+                found += [
+                    Finding("devices", "localhost", RED, f"{VISIBLE_DEVICES} has device {each}, "
+                            f"but there are {number}, from 0", "correct it")
+                    for each in visible if int(each) >= number
+                ]  # fmt: skip
             required = Requirements(
                 slots={name: self.slots[name] for name in facts},
                 checkpoint_bytes=checkpoint_bytes(self.settings),

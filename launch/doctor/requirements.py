@@ -37,7 +37,12 @@ def checkpoint_bytes(settings: Settings) -> int | None:
     try:
         profile = Profile.read(settings.deepspeed_config)
         shapes = Model.load(config).shapes
-        return memory.checkpoint_bytes(shapes, profile, kept_bytes=settings.kept_bytes())
+        return memory.checkpoint_bytes(
+            shapes,
+            profile,
+            kept_bytes=settings.kept_bytes(),
+            experts=settings.expert_parallel or 1,
+        )
     except ConfigError:
         return None
 

@@ -7,6 +7,7 @@ Models the collectives of DeepSpeed 0.19.8, with zerolm's gradient reduction at 
 import math
 from dataclasses import dataclass
 
+from launch.estimate.expert_exchange import byte_seconds, exchange_seconds
 from launch.estimate.planned_run import PlannedRun
 from zerolm.ds_config.gathering import gathers_blocks, prefetch_bucket
 from zerolm.ds_config.profile import Profile
@@ -65,9 +66,8 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: a reduce-scatter and an
     all-gather each move all values once; ZeRO-3 gathers the weights in both passes.
     """
-    shapes, ranks = run.shapes_of_rank
-    values, profile = num_parameters(shapes), run.profile
-    inside = replica_seconds(run)
+    ranks, profile = run.shapes_of_rank[1], run.profile
+    inside = replica_seconds(run) + exchange_seconds(run, COLLECTIVE_EFFICIENCY)
     if ranks == 1:
         return Collectives(0.0, 0.0, inside)
     inside += copies_seconds(run)
@@ -75,7 +75,7 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
         seconds = _gather_seconds(run, calls) + run.accumulation * _scatter_seconds(run, calls)
         return Collectives(seconds, 0.0, inside)
     bandwidth = bus_bandwidth(run, run.layout.shard_within)
-    each = values * (ranks - 1) / ranks / bandwidth  # seconds to send one byte per value
+    each = byte_seconds(run, bandwidth, COLLECTIVE_EFFICIENCY)
     gathers = profile.weight_bytes * each + NUM_GROUPS * ring_seconds(run)
     reduced, overlaps = _reduction_seconds(run, each)
     if calls is not None:

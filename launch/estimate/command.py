@@ -11,7 +11,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from launch.estimate.flags import DEFAULT_DS_CONFIG, add_flags, budget_of, hardware_of
+from zerolm.common import remembered
 from zerolm.common.errors import ConfigError
+from zerolm.config.settings import NOT_GIVEN
 from zerolm.parts.parse import settings_of
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("command line: --model_config: missing. Name a config.json.")
     logging.disable(logging.WARNING)  # hides DeepSpeed's warning that there is no accelerator
     try:
-        return _search(arguments) if arguments.search else _plan(arguments)
+        with remembered.opened():
+            return _search(arguments) if arguments.search else _plan(arguments)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -104,27 +107,31 @@ def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     """
     from dataclasses import replace
 
-    from transformers import AutoConfig
-
     from zerolm.common.errors import Findings
     from zerolm.model.model import Model
-    from zerolm.preflight import branch, initial_weights, inputs
+    from zerolm.preflight.exchanged import exchanged_problems
 
     settings = settings_of(arguments)
-    found = Findings(inputs.exchanged_problems(settings))
+    found = Findings(exchanged_problems(settings))
     if found.problems:
         raise ConfigError(found.problems)
     if arguments.branch:
+        from transformers import AutoConfig
+
+        from zerolm.preflight import branch
+
         settings, start = branch.find(settings, found)
         if start is None or start.trunk is None or found.problems:
             raise ConfigError(found.problems)
         if "micro_batch_size" in settings.inherited:  # chosen for the trunk's devices
-            settings = replace(settings, micro_batch_size=None)
+            settings = replace(settings, micro_batch_size=NOT_GIVEN)
         values = dict(start.trunk["model_config"])
         config = AutoConfig.for_model(values.pop("model_type"), **values)
         return settings, Model.from_config(config, start.trunk_record), start.record["tokens"]
-    given = Model.load(arguments.model_config) if arguments.model_config else None
+    given = Model.recalled(arguments.model_config) if arguments.model_config else None
     if arguments.init_from:
+        from zerolm.preflight import initial_weights
+
         opened = initial_weights.open_source(settings, found)
         given = initial_weights.model_of(opened, given, found) if opened is not None else None
     if found.problems or given is None:

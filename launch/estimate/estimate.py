@@ -12,7 +12,7 @@ from launch.estimate.step_time import StepTime, step_time
 from zerolm.config import defaults
 from zerolm.model.activation_memory import Activations
 from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
-from zerolm.plan import memory
+from zerolm.plan import exchange, memory
 from zerolm.plan.rank_share import config_of_rank
 
 # Published memory use divided by the bytes of the tensors that a plan counts: the median and
@@ -123,9 +123,11 @@ def estimate(run: PlannedRun, assumed: Assumptions, mfu: float | None = None) ->
     rate = run.settings.batch_tokens / step.seconds
     peak = hardware.peak(run.profile.compute_precision)
     assert peak is not None
-    size = memory.checkpoint_bytes(model.shapes, run.profile, kept_bytes=settings.kept_bytes())
+    size = memory.checkpoint_bytes(
+        model.shapes, run.profile, kept_bytes=settings.kept_bytes(), experts=run.layout.experts
+    )
     write = size / assumed.storage_write_bytes_per_second
-    copy = size / (run.devices // run.layout.copies) / hardware.host_link
+    copy = size / run.layout.ranks_per_copy / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write
     lost = interruptions(
         run_seconds,
@@ -176,11 +178,16 @@ def device_memory(run: PlannedRun) -> DeviceMemory:
     """Return the peak memory use of one device and of its share of host memory."""
     model, hardware, settings = run.model, run.hardware, run.settings
     kept = settings.kept_bytes()
-    states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
+    states = memory.model_states(model.shapes, run.profile, run.layout, kept_bytes=kept)
     buckets, gathered = memory.buffer_bytes(run.shapes_of_rank[0], run.profile)
     activations = activations_of_rank(run)
-    peak = activations.peak(settings.gradient_checkpointing, run.settings.micro_batch_size)
-    loss = min(activations.loss_bytes(run.settings.micro_batch_size), peak)
+    micro, checkpointing = settings.micro_batch_size, settings.gradient_checkpointing
+    exchanged = exchange.memory_bytes(
+        model.config, model.shapes, run.layout, micro * run.rank_tokens,
+        run.profile.weight_bytes, bool(checkpointing),
+    )  # fmt: skip
+    peak = activations.peak(checkpointing, micro) + exchanged
+    loss = min(activations.loss_bytes(micro), peak)
     return DeviceMemory(
         weights=states.weights,
         gradients=states.gradients,
@@ -221,6 +228,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "tensor_parallel": run.layout.tensor,
         "sequence_parallel": run.layout.sequence,
         "shard_within": run.layout.shard_within or None,
+        "expert_parallel": run.layout.experts,
         "zero_stage": run.profile.zero_stage,
         "offload": list(run.profile.offloads.values()),
         "precision": run.profile.precision,

@@ -4,9 +4,21 @@ Imports nothing heavy, to keep `--help` fast.
 """
 
 import argparse
+import contextlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.command.hosts import (
+    CHOOSE_PARTS,
+    VISIBLE_DEVICES,
+    read_hostfile,
+    started_slots,
+    visible_devices,
+)
+from launch.command.train import add_launcher_flags
 from zerolm.common.command_line import count, duration, file_to_write, number, size_bytes
+from zerolm.common.errors import ConfigError
 from zerolm.parts.parse import add_settings
 from zerolm.parts.settings import FLAGS
 
@@ -27,6 +39,7 @@ HARDWARE_FIGURES = {
     "host_memory_bytes": ("BYTES", "host memory per device"),
 }
 DEFAULT_DEVICES = 8
+LAUNCHER_CHOICES = ("hostfile", *CHOOSE_PARTS)  # flags of DeepSpeed's launcher
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 
 
@@ -39,7 +52,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_settings(
         parser.add_argument_group("flags of the run, as for zerolm train"), RUN, own_help=own
     )
-    add_devices(parser.add_argument_group("the devices"))
+    group = parser.add_argument_group("the devices")
+    add_devices(group)
+    add_launcher_flags(group, LAUNCHER_CHOICES)
     _add_assumptions(parser.add_argument_group("assumptions"))
     _add_modes(parser.add_argument_group("instead of one plan"))
 
@@ -113,6 +128,8 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
 
     from zerolm.plan import hardware
 
+    chosen = {name: getattr(arguments, name, None) for name in LAUNCHER_CHOICES}
+    _count_launch(arguments, {name: value for name, value in chosen.items() if value})
     if arguments.devices is None:
         arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
     figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
@@ -123,6 +140,40 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
     found = this_machine.measure(min(arguments.devices, arguments.devices_per_node))
     given = {name: value for name, value in figures.items() if value is not None}
     return dataclasses.replace(found, **given)
+
+
+def _count_launch(arguments: argparse.Namespace, given: dict[str, str]) -> None:
+    """Set the devices to those that DeepSpeed's launcher would use, if its flags are given.
+
+    Without a hostfile, a host has `--devices_per_node` devices.
+    """
+    if not given:
+        if arguments.devices is None and not is_cpu(arguments):
+            _count_visible(arguments)
+        return
+    hostfile, number = given.pop("hostfile", None), given.get("num_nodes", "1")
+    if hostfile:
+        slots = {host.name: host.num_slots for host in read_hostfile(Path(hostfile))}
+    else:
+        slots = {"localhost": arguments.devices_per_node}
+        given.pop("num_nodes", None)
+    used = started_slots(slots, given)
+    devices = sum(used.values()) * (1 if hostfile else int(number))
+    if arguments.devices not in (None, devices):
+        raise ConfigError(
+            f"command line: --devices: {arguments.devices}, but the flags of the launcher start "
+            f"{devices} ranks. Remove one of them."
+        )
+    arguments.devices, arguments.devices_per_node = devices, max(used.values())
+
+
+def _count_visible(arguments: argparse.Namespace) -> None:
+    """Set the devices to those in CUDA_VISIBLE_DEVICES, if it is set to numbers; print a note."""
+    with contextlib.suppress(ConfigError):  # a plan may be for another machine
+        if number := len(visible_devices({})):
+            line = f"note: {number} device(s), as {VISIBLE_DEVICES} says; for others use --devices"
+            print(line, file=sys.stderr)
+            arguments.devices = arguments.devices_per_node = number
 
 
 def budget_of(arguments: argparse.Namespace) -> tuple[float, str]:

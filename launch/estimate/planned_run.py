@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
-from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.distributed.layout import Layout
-from zerolm.ds_config.parallel_rules import model_problems
+from zerolm.ds_config.parallel_rules import group_problems, model_problems
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
-from zerolm.ds_config.shard_groups import with_shard_groups
+from zerolm.ds_config.topology import layout_of
 from zerolm.model.architecture import is_routed_expert, num_parameters, routed_fraction
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
 from zerolm.parts.inheritance import with_origins
+from zerolm.plan import expert_rules
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
@@ -41,10 +41,10 @@ class PlannedRun:
     """
 
     model: Model
-    settings: Resolved
+    settings: Settings
     profile: Profile
     hardware: Hardware
-    devices: int
+    layout: Layout
     devices_per_node: int
     flops_per_token: float
     attention_flops: float
@@ -60,8 +60,8 @@ class PlannedRun:
         return self.settings.total_tokens - self.begun_tokens
 
     @property
-    def layout(self) -> Layout:
-        return self.profile.layout(self.devices)
+    def devices(self) -> int:
+        return self.layout.world_size
 
     @property
     def shapes_of_rank(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
@@ -101,7 +101,8 @@ def plan_run(
         ConfigError: lists every problem.
     """
     found = Findings(rule_problems(profile, on_gpu=not hardware.is_cpu, world_size=devices))
-    profile = with_shard_groups(profile, settings, devices, found.problems)
+    found.problems += group_problems(profile, settings, devices)
+    layout = layout_of(settings, profile, devices)
     if hardware.peak(profile.compute_precision) is None:
         found.problems.append(
             f"{profile.name}: {profile.compute_precision} is not supported by {hardware.name}. "
@@ -117,27 +118,28 @@ def plan_run(
         model,
         profile,
         found,
-        world_size=devices,
+        layout=layout,
         memory_bytes=hardware.device.memory_bytes,
         round_batch=True,
     )
-    found.problems += model_problems(settings, model.config, profile, devices)
-    found.problems += features.problems(
-        features.Case(settings, model.config, profile, devices, "absent")
-    )
+    found.problems += model_problems(settings, model.config, layout)
+    found.problems += expert_rules.problems(settings, model.config, profile, devices)
+    found.problems += expert_rules.host_problems(settings, min(devices, devices_per_node))
+    case = features.Case(settings, model.config, profile, layout, "absent")
+    found.problems += features.problems(case)
     if found.problems:
         raise ConfigError(with_origins(dict.fromkeys(found.problems), settings))
-    resolved = Resolved.of(settings)
+    resolved = settings.resolved()
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)
     head = TRAINING_TO_FORWARD * head_flops_per_token(model.config, model.shapes)
-    profile = resolve_ds_config(profile, resolved, model, world_size=devices)
+    profile = resolve_ds_config(profile, resolved, model, layout)
     return PlannedRun(
         model,
         resolved,
         profile,
         hardware,
-        devices,
+        layout,
         devices_per_node,
         flops,
         attention,
@@ -154,7 +156,7 @@ def _routed_flops(model: Model) -> float:
     return 2 * TRAINING_TO_FORWARD * values * routed_fraction(model.config) if values else 0.0
 
 
-def _fp8_flops(settings: Resolved, model: Model) -> float:
+def _fp8_flops(settings: Settings, model: Model) -> float:
     if not settings.fp8:
         return 0.0
     from zerolm.fp8.layers import layers_of  # imports torch

@@ -1,7 +1,8 @@
 """`plan --search`: rank every combination of stage, offload, recomputation and micro-batch.
 
-Only profiles that pretrain.py accepts are tried. Tensor and sequence parallelism are not tried,
-because their time estimates have been compared with few benchmarks. A plan for a single profile
+Only profiles that pretrain.py accepts are tried; of a mixture also with experts divided over as
+many ranks of a host as possible. Tensor and sequence parallelism are not tried, because their time
+estimates have been compared with few benchmarks. A plan for a single profile
 lists faster ones if the run would wait for its collectives.
 """
 
@@ -18,9 +19,11 @@ from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.shipped import DS_CONFIGS
 from zerolm.common.values import shown_bytes
 from zerolm.config import defaults
-from zerolm.config.settings import SELECTIVE, Recompute, Settings
+from zerolm.config.settings import NOT_GIVEN, SELECTIVE, Recompute, Settings
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.model.activation_checkpointing import command_line_arguments, describe
+from zerolm.model.architecture import num_experts
 from zerolm.model.model import Model
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.resolve import resolve_settings
@@ -84,7 +87,7 @@ def search(
         model,
         Profile.parse({}),
         Findings([]),  # ignored: the candidates report the same problems
-        world_size=devices,
+        layout=Layout(devices),
         memory_bytes=None,
         round_batch=True,
     )
@@ -100,9 +103,12 @@ def search(
     for stage, offloads in OFFLOADS.items():
         profiles += [profile_of(stage, offload, hardware) for offload in offloads]
     given = settings.gradient_checkpointing
-    for profile in profiles + zeropp_profiles(*place):
+    options = [(profile, settings) for profile in profiles + zeropp_profiles(*place)]
+    if not settings.expert_parallel and (degree := expert_degree(model, *place[1:])) > 1:
+        options += [divided(stage, degree, settings, hardware) for stage in (1, 2)]
+    for profile, own in options:
         for recompute in (given,) if given else RECOMPUTE_LEVELS:
-            variant = dataclasses.replace(settings, gradient_checkpointing=recompute)
+            variant = dataclasses.replace(own, gradient_checkpointing=recompute)
             candidates.append(_best(model, variant, profile, place, assumed))
     reasons = {each.rejected for each in candidates}
     if len(reasons) == 1 and (reason := reasons.pop()) and candidates[0].found is None:
@@ -115,9 +121,9 @@ def faster(
 ) -> list[Candidate]:
     """Return faster alternatives, fastest first, for a stage-3 run that waits for its collectives.
 
-    Tries the run's own profile, stages 1 and 2, hpZ, and tensor parallelism within a host. The
-    batch and recomputation stay the same, but any micro-batch may be used. Returns [] for other
-    runs.
+    Tries the run's own profile, stages 1 and 2, hpZ, tensor parallelism within a host, and divided
+    experts. The batch and recomputation stay the same, but any micro-batch may be used. Returns []
+    for other runs.
 
     Args:
         profile, settings: the run's profile and settings before they were resolved.
@@ -132,7 +138,7 @@ def faster(
         batch_tokens=run.settings.batch_tokens,
         total_tokens=run.settings.total_tokens,
         gradient_checkpointing=run.settings.gradient_checkpointing,
-        micro_batch_size=None,
+        micro_batch_size=NOT_GIVEN,
         deepspeed_config=None,
     )
     hardware, place = run.hardware, (run.hardware, run.devices, run.devices_per_node)
@@ -143,6 +149,10 @@ def faster(
         name = f"ZeRO-1 + {degree} tensor parallel"
         profiles.append(Profile.parse({**first.json, **tensor}, name))
     tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
+    if (degree := expert_degree(run.model, *place[1:])) > 1:
+        for stage in (1, 2):
+            other, variant = divided(stage, degree, settings, hardware)
+            tried.append(_best(run.model, variant, other, place, assumed))
     enough = (1 - WORTH_NAMING) * step.seconds
     usable = [each for each in tried if each.rejected is None and each.step_seconds < enough]
     return sorted(usable, key=lambda each: each.step_seconds)
@@ -172,6 +182,21 @@ def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
     if offload == "both":
         changes["offload_param"] = dict(CPU)
     return _changed(f"zero{stage}", _name(stage, offload), hardware, changes)
+
+
+def expert_degree(model: Model, devices: int, devices_per_node: int) -> int:
+    """Return the largest number of ranks of a host over which experts can be divided; 1: none."""
+    experts, _ = num_experts(model.config)
+    return math.gcd(experts or 1, devices, devices_per_node)
+
+
+def divided(
+    stage: int, degree: int, settings: Settings, hardware: Hardware
+) -> tuple[Profile, Settings]:
+    """Return the profile and settings of a run with experts divided over `degree` ranks."""
+    name = f"{_name(stage, 'none')} + experts over {degree}"
+    profile = _changed(f"zero{stage}", name, hardware, {})
+    return profile, dataclasses.replace(settings, expert_parallel=degree)
 
 
 def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> list[Profile]:
@@ -317,6 +342,8 @@ def usage(best: Candidate, path: Path) -> str:
     settings = best.found.run.settings
     flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "
     flags += f"--batch_tokens {settings.batch_tokens}"
+    if (degree := best.found.run.layout.experts) > 1:
+        flags += f" --expert_parallel {degree}"
     flags = " ".join([flags, *command_line_arguments(best.checkpointing)])
     return f"wrote {path}; for pretrain.py: {flags}"
 

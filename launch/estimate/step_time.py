@@ -12,8 +12,8 @@ from launch.estimate.collectives import Calls, all_reduces, collectives, quantiz
 from launch.estimate.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
 from zerolm.model.flops import TRAINING_TO_FORWARD
-from zerolm.plan import memory
-from zerolm.plan.rank_share import config_of_rank
+from zerolm.plan import exchange, memory
+from zerolm.plan.rank_share import config_of_rank, shard_values
 
 PUBLISHED_RUNS = (1.9, 2.6)  # quartiles of reported / predicted hours of published runs
 # Overlapped communication still costs this share of its time, as its kernels slow down compute.
@@ -156,9 +156,9 @@ def step_time(
     passes = costs.compiled_passes if run.settings.compile else costs.eager_passes
     passes += run.fp8_share * costs.fp8_passes
     elementwise = tokens * kept * passes / hardware.memory_bandwidth
-    shapes, ranks = run.shapes_of_rank
+    shapes, _ = run.shapes_of_rank
     values = num_parameters(shapes)
-    shard = values / (ranks if run.profile.zero_stage else 1)
+    shard = shard_values(shapes, run.layout) if run.profile.zero_stage else values
     offload = _offload_seconds(run, shard)
     optimizer = _update_bytes(run, values, shard) / hardware.memory_bandwidth
     sent, overlap = collectives(run, calls), run.profile.overlap_comm
@@ -182,7 +182,8 @@ def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -
         assert run.hardware.fp8 and run.hardware.bf16
         faster = costs.fp8 * run.hardware.fp8 / run.hardware.bf16
         layers *= 1 - run.fp8_share * (1 - 1 / faster)
-    layers += (costs.experts - 1) * run.routed_flops
+    busiest = exchange.IMBALANCE if run.layout.experts > 1 else 1.0
+    layers += (costs.experts * busiest - 1) * run.routed_flops
     attention = costs.attention * run.attention_flops
     again = costs.recomputation / TRAINING_TO_FORWARD
     layers *= 1 + again * repeated

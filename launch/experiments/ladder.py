@@ -16,6 +16,7 @@ from launch.experiments.comparable import differences, law_differences, meanings
 from launch.experiments.law import Observed
 from launch.experiments.results import final_loss
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import is_file
 from zerolm.common.values import printable
 from zerolm.model.flops import LOOKUP
 from zerolm.model.model import Model
@@ -131,7 +132,7 @@ def expand(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inner = sorted(record.parent for record in path.glob("*/run.json"))
         inner += [each for each in path.glob("*/") if not os.access(each, os.R_OK | os.X_OK)]
-        found += [path] if RunFiles(path).record.is_file() or not inner else inner
+        found += [path] if is_file(RunFiles(path).record) or not inner else inner
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 

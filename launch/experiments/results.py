@@ -9,6 +9,7 @@ from launch.experiments import comparable
 from launch.experiments.grid import Point
 from launch.experiments.optimum import Optimum, find_optimum
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import is_file
 from zerolm.common.values import count, parse_number
 from zerolm.report.run_history import RunHistory, read_run
 from zerolm.report.summary import last_training_loss
@@ -55,7 +56,7 @@ def final_loss(run: RunHistory) -> tuple[float, str] | None:
 
 
 def result_of(point: Point, run_dir: Path) -> Result:
-    if not RunFiles(run_dir).record.is_file():
+    if not is_file(RunFiles(run_dir).record):
         return Result(point.name, str(run_dir), point.labels, "new", 0, None, "")
     run = read_run(run_dir)
     state, found = run.state()[0], final_loss(run) if run.state()[0] == DONE else None

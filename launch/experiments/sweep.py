@@ -19,10 +19,10 @@ from launch.experiments.grid import Point, grid, read_axes
 from launch.render.node import add_size_flags
 from launch.render.render import add_job_flags, job_from, write_job
 from launch.render.templates import slurm_script
-from launch.supervise.attempt import end_with_parent
 from zerolm.common import machine, processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, ConfigError
+from zerolm.common.process_tree import end_with_parent
 from zerolm.common.shipped import module_command
 from zerolm.common.values import duration
 from zerolm.config.settings import COMMAND_LINE

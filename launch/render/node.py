@@ -18,11 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
-from launch.command.train import LAUNCHER, add_launcher_flags, run_command
+from launch.command.train import add_launcher_flags, run_command
 from launch.supervise.attempt import POLL_SECONDS, Attempt
 from zerolm.common import processes
 from zerolm.common.command_line import count, count_from_zero
 from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
+from zerolm.common.process_tree import RUNNER
 from zerolm.common.shipped import SCRIPT, module_command
 from zerolm.engine.launcher_options import DEFAULT_PORT
 
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         slots = f"slots={arguments.devices_per_node}"
         hostfile.write_text("".join(f"node-{n} {slots}\n" for n in range(arguments.nodes)))
         command = module_command(
-            LAUNCHER, "--no_ssh", "--hostfile", hostfile, "--num_nodes", arguments.nodes,
+            RUNNER, "--no_ssh", "--hostfile", hostfile, "--num_nodes", arguments.nodes,
             "--node_rank", rank, "--master_addr", arguments.master_addr,
             "--master_port", arguments.master_port, SCRIPT, *flags,
         )  # fmt: skip

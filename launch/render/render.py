@@ -23,6 +23,7 @@ from zerolm.parts.parse import add_settings
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SBATCH_OPTION = re.compile(r"--?[A-Za-z][\w-]*([= ][^\n]*)?")
 MAX_NAME_LENGTH = 40
+VENV_PYTHON = ".venv/bin/python"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +58,9 @@ def add_job_flags(parser: argparse._ActionsContainer) -> None:
         help="absolute path of this project on every node (default: the current directory)",
     )  # fmt: skip
     parser.add_argument(
-        "--python", metavar="PYTHON", default=".venv/bin/python",
-        help="Python interpreter on the nodes (default: %(default)s)",
+        "--python", metavar="PYTHON",
+        help="Python interpreter on the nodes (default: .venv/bin/python, or this one if "
+        "--directory has no .venv)",
     )  # fmt: skip
     add_launcher_flags(parser, ["master_port"], master_port=DEFAULT_PORT)
     parser.add_argument(
@@ -116,10 +118,16 @@ def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
         raise ConfigError(problems)
     return Job(
         name=name, nodes=arguments.nodes, devices=arguments.devices_per_node, flags=flags,
-        directory=arguments.directory, python=arguments.python,
+        directory=arguments.directory, python=arguments.python or _python(arguments.directory),
         master_port=arguments.master_port, environment=environment, secrets=arguments.secret,
         time_seconds=arguments.time, save_seconds=arguments.save_time, slurm=arguments.slurm,
     )  # fmt: skip
+
+
+def _python(directory: str) -> str:
+    """Return the interpreter of a directory, which may exist only on the nodes."""
+    is_elsewhere = Path(directory).is_dir() and not Path(directory, VENV_PYTHON).exists()
+    return sys.executable if is_elsewhere else VENV_PYTHON
 
 
 def _environment(arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:

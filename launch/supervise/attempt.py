@@ -6,7 +6,6 @@ process is ever signalled by name.
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import shlex
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.supervise.downtime import downtime
+from launch.supervise.imports import Imports
 from launch.supervise.outcome import (
     FINAL_EVENTS,
     LOST_EVENTS,
@@ -51,7 +51,6 @@ WHY_EVENTS = {*FINAL_EVENTS, *LOST_EVENTS, "corrupted"}
 KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # time for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
-PR_SET_PDEATHSIG = 1
 
 
 class Attempt:
@@ -61,6 +60,7 @@ class Attempt:
         mark: value of ZEROLM_SUPERVISOR in the environment of the launch's processes; unique to the
             launch.
         start_seconds: time limit for the first heartbeat of any rank.
+        imports: those that later launches may share.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Attempt:
         mark: str,
         run_dir: Path,
         start_seconds: float = 1800.0,
+        imports: Imports | None = None,
     ):
         self.mark = f"{processes.SUPERVISOR}={mark}"
         self.files, self.start_seconds = RunFiles(run_dir), start_seconds
@@ -88,14 +89,8 @@ class Attempt:
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
-        self.process = subprocess.Popen(
-            list(command),
-            env={**os.environ, processes.SUPERVISOR: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so Ctrl-C reaches only this process, which forwards it
-            preexec_fn=end_with_parent,  # without a launcher, the ranks save and stop
+        self.process = (imports or Imports(shared=False)).start(
+            command, {**os.environ, processes.SUPERVISOR: mark}
         )
         self._reader = threading.Thread(target=self._copy_output, daemon=True)
         self._reader.start()
@@ -371,8 +366,3 @@ def _is_writable(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Make the kernel send a signal to this process when its parent exits."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)

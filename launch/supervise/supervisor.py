@@ -27,6 +27,7 @@ from launch.supervise.hosts import (
     default_check,
     without_failing_hosts,
 )
+from launch.supervise.imports import Imports
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
 from zerolm.checkpoint import memory
@@ -72,7 +73,7 @@ class Supervisor:
         self.run_dir = run_directory(self.command)
         self.restarts = Restarts(policy, self.run_dir)
         self.identity = secrets.token_hex(8)
-        self.attempts = 0
+        self.attempts, self.imports = 0, Imports()
         self.unwanted_hosts: dict[str, str] = {}  # {host: why}
         self.left: dict[str, str] = {}  # {host: shell command that kills leftover processes}
         self.signals: list[int] = []
@@ -102,6 +103,7 @@ class Supervisor:
         finally:
             seconds = report_process.FINISH_SECONDS if code == EXIT_BUG else 0.0
             self._guarded("finish the HTML report", self._end_report, seconds)
+            self._guarded("end its imports", self.imports.close)
             self._guarded("release its lock", self.lock.release)
             if code in (EXIT_DONE, EXIT_GAVE_UP) or self.keeps_failing:
                 self._guarded("remove copies in memory", memory.remove_copies, self.run_dir)
@@ -194,7 +196,8 @@ class Supervisor:
 
     def _start(self, command: list[str]) -> Attempt:
         self.log(f"attempt {self.attempts}: {' '.join(command)}")
-        return Attempt(command, f"{self.identity}-{self.attempts}", self.run_dir)
+        mark = f"{self.identity}-{self.attempts}"
+        return Attempt(command, mark, self.run_dir, imports=self.imports)
 
     def _watch(self, attempt: Attempt) -> Outcome:
         forwarded, problem = self.stop_reason is not None, None
@@ -310,7 +313,7 @@ def shortened_files(run_dir: Path) -> list[str]:
         settings = (find_run_json(run_dir) or {}).get("settings", {})
         paths = [split_weight(spec)[0] for spec in settings.get("data", [])]
         paths += settings.get("val_data", [])
-    except (RecordError, ValueError):
+    except RecordError:
         return lines  # the next start reports the error
     for path in paths:
         try:

@@ -6,10 +6,8 @@ and the packages of `PACKAGES`.
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 from tests import ROOT
 from tests.cluster import slurm
+from zerolm.common.process_tree import end_with_parent
 
 PACKAGES = "openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge iproute2 iptables"
 PROGRAMS = (
@@ -27,7 +26,6 @@ PROGRAMS = (
 HOST_SCRIPT = Path(__file__).parent / "host.sh"
 START_SECONDS = 20.0
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
-PR_SET_PDEATHSIG = 1
 
 
 def missing() -> str:
@@ -249,11 +247,6 @@ def _start(
     command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen:
     """Start a process that the kernel kills when this one ends."""
-    libc = ctypes.CDLL(None)
-
-    def end_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
     return subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent,
         start_new_session=True, **options,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cluster.hosts import Cluster, missing
 from tests.launching import LLAMA, events, write_json, write_shards
+from zerolm.common.process_tree import NODE_LAUNCHER
 
 SECONDS, PERIOD = 420.0, 0.06  # of the test; of a stop and of a run of the slow rank
 PYTHON = ".venv/bin/python"
@@ -53,7 +54,7 @@ def test_a_slow_host_is_named_and_left_out_at_the_next_restart(tmp_path_factory)
         wait(lambda: logged("checkpoint"), "a checkpoint")
         (rank,) = (
             pid for pid in cluster.pids("node2", "--run_dir", str(run_dir))
-            if "deepspeed.launcher.launch" not in Path(f"/proc/{pid}/cmdline").read_text()
+            if NODE_LAUNCHER not in Path(f"/proc/{pid}/cmdline").read_text()
         )  # fmt: skip
         is_over = threading.Event()
         slowing = threading.Thread(target=slow_down, args=(rank, is_over))

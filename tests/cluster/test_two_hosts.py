@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.hosts import Cluster, missing
 from tests.cluster.slurm import Slurm
 from tests.launching import LLAMA, events, rows, write_json, write_shards
+from zerolm.common.process_tree import NODE_LAUNCHER
 
 SECONDS = 240.0
 PYTHON = ".venv/bin/python"
@@ -65,7 +66,7 @@ def test_a_killed_rank_of_another_host_is_blamed_and_both_launchers_have_the_sam
         time.sleep(0.1)
     ranks = [
         pid for pid in cluster.pids("node2", "--run_dir", str(run_dir))
-        if "deepspeed.launcher.launch" not in Path(f"/proc/{pid}/cmdline").read_text()
+        if NODE_LAUNCHER not in Path(f"/proc/{pid}/cmdline").read_text()
     ]  # fmt: skip
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)

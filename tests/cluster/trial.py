@@ -19,6 +19,7 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.slurm import Slurm
 from tests.end_to_end.run_digest import differences, digest
 from tests.launching import LLAMA, events, run_ranks, write_json, write_shards
+from zerolm.common.process_tree import NODE_LAUNCHER, RUNNER
 
 STEPS, SAVE, BATCH, SEQ_LEN = 45, 8, 12, 32  # a batch that two and three ranks share
 STEP_SECONDS, HANG_SECONDS = 0.15, 30
@@ -137,7 +138,6 @@ def _time(event: dict[str, Any]) -> float:
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
-NODE_LAUNCHER = "deepspeed.launcher.launch"
 KINDS = {
     "SIGKILL to a rank": Kind(VICTIM, make=_kill(signal.SIGKILL)),
     "SIGSTOP to a rank": Kind(VICTIM, make=_kill(signal.SIGSTOP)),
@@ -265,7 +265,7 @@ class Trial:
         pids = self.cluster.pids(host or self.victim, "--run_dir", str(self.run_dir), *words)
         if words:
             return pids
-        own = ("launch", "supervise", NODE_LAUNCHER, "zerolm.engine.launcher", "train")
+        own = ("launch", "supervise", NODE_LAUNCHER, RUNNER, "train")
         return [
             pid for pid in pids
             if not {*own} & {*Path(f"/proc/{pid}/cmdline").read_text().split("\0")}

@@ -28,6 +28,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "profile": (
         "zero2", "zero3", "zero1", "zero3_all_sharded", "zero2_offload", "zero3_offload",
+        "zero1_experts", "zero2_experts",
     ),
     "data": ("concat", "mixture", "masked", "packed", "packed_masked", "ramp"),
     "schedule": ("cosine", "wsd", "linear", "constant", "warmup_lr"),
@@ -66,8 +67,16 @@ def refused(draw: Draw) -> bool:
         optimizer == "lion" and not draw["profile"].endswith("offload"),
         draw["schedule"] == "warmup_lr" and (optimizer == "muon" or "completep" in on),
         draw["data"].endswith("masked") and model in RECURRENT,
+        draw["profile"].endswith("experts") and not divides_experts(draw),
     ]
     return any(expected)
+
+
+def divides_experts(draw: Draw) -> bool:
+    """Return whether the experts of a draw can be divided over two ranks."""
+    on = {"compile", "fp8"} & {name for name, value in draw.items() if value == ON}
+    excluded = on or draw["schedule"] == "warmup_lr" or draw["ranks"] == "1"
+    return not excluded and draw["model"] in EXPERTS and draw["optimizer"] == "adamw"
 
 
 def pairs(draw: Draw) -> set[tuple[str, str]]:

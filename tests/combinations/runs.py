@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.encode.pack import pack
-from tests.combinations.draws import EXPERTS, FACTORS, ON, Draw
+from tests.combinations.draws import EXPERTS, FACTORS, ON, Draw, divides_experts
 from tests.end_to_end.recipe import MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS
 from tests.launching import LLAMA, VOCABULARY, run_module, write_json
 from zerolm.shards.reader import open_source
@@ -111,6 +111,8 @@ def other_topologies(draw: Draw, number: int) -> Iterator[Topology]:
     muon = draw["optimizer"] == "muon"
     if draw["optimizer"] == "lion":
         profiles = [each for each in profiles if each.endswith("offload")]
+    if not divides_experts({**draw, "ranks": "2" if draw["ranks"] == "1" else "1"}):
+        profiles = [each for each in profiles if not each.endswith("experts")]
     while True:
         compiled = draw["compile"] == ON and random_.random() < 0.5
         yield Topology(
@@ -176,6 +178,7 @@ def flags(draw: Draw, topology: Topology, base: Path, run_dir: Path) -> list[obj
         "--val_data", data / "held_out", "--eval_tokens", 640,
     ]  # fmt: skip
     found += ["--compile"] * topology.compile
+    found += ["--expert_parallel", 2] * topology.profile.endswith("experts")
     found += _data_flags(draw["data"], data)
     found += _schedule_flags(draw)
     found += _feature_flags(draw, data)

@@ -18,7 +18,7 @@ from tests.combinations.runs import STEPS, Topology, flags, other_topologies, to
 from tests.end_to_end.run_digest import newest_checkpoint
 from tests.launching import events, kill_session, rows, run_ranks, start_ranks
 from tests.soak import comparison
-from zerolm.engine.zero_files import MASTER, Weights
+from zerolm.ds_files.zero_files import MASTER, Weights
 from zerolm.watchdog.progress import read_heartbeats
 
 SECONDS = 400.0  # of a run

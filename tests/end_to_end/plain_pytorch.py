@@ -251,10 +251,18 @@ def clip(
     masters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     clipping: float,
+    agc: float = 0.0,
 ) -> float:
     """Set the clipped gradients of the masters; return the norm before clipping."""
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
+    if agc:
+        before = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        for master, gradient in zip(masters, gradients, strict=True):
+            limit = agc * max(master.norm().item(), 1e-3)
+            gradient *= min(1.0, limit / max(gradient.norm().item(), 1e-6))
+        torch.nn.utils.clip_grad_norm_(masters, clipping or math.inf)
+        return before
     return torch.nn.utils.clip_grad_norm_(masters, clipping or math.inf).item()
 
 
@@ -306,6 +314,7 @@ def train(
     balance_rate: float | None = None,
     penalties: Penalties | None = None,
     qk_clip: float = 0.0,
+    agc: float = 0.0,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
     rate_of: Rate = cosine,
 ) -> list[Step]:
@@ -319,6 +328,7 @@ def train(
         balance_rate: of the routers' biases; None for a model without them.
         penalties: minimized with the loss, instead of the router loss of each chunk.
         qk_clip: threshold of attention logits; 0: off.
+        agc: largest gradient norm of a parameter, relative to its weight; 0: off.
         change: applied to the model before it trains.
         rate_of: the learning rate, with the arguments of `cosine`.
     """
@@ -334,7 +344,7 @@ def train(
         batch = Batch([torch.zeros_like(master) for master in masters.values()])
         for text in chunks:
             batch.add(model, config, text, micro_batch_size / batch_sequences, penalties)
-        norm = clip(list(masters.values()), batch.gradients, clipping)
+        norm = clip(list(masters.values()), batch.gradients, clipping, agc)
         rate = rate_of(number * batch_tokens, steps * batch_tokens, warmup_tokens, peak, minimum)
         figures = batch.routing() | update(model, masters, optimizer, rate, attention)
         if balance is not None:

@@ -4,7 +4,8 @@
 
 A job has these keys. `flags`: of pretrain.py. `until` (optional): step at which it saves and stops.
 `weights` (optional): directory for all weights after each step. `exact` (optional): run Muon's
-Newton-Schulz iteration in float32; DeepSpeed uses fp16 on machines that multiply in it.
+Newton-Schulz iteration in float32; DeepSpeed uses fp16 on machines that multiply in it. `fp16`
+(optional): let a CPU without instructions for fp16 pass for one with them, as torch emulates them.
 
 Engines, steps, metrics and checkpoints are those of pretrain.py. Signals, watchdog and trackers are
 left out.
@@ -50,11 +51,11 @@ def write_weights(engine, path: Path) -> None:
 
 
 def train(flags: list[str], until: int, device, weights: str = "") -> None:
-    import pretrain
     from zerolm import features
     from zerolm.distributed import collectives
     from zerolm.preflight import check
     from zerolm.train import resume, stability
+    from zerolm.train.engine_building import build_engine
     from zerolm.train.run import Run
 
     # The check would find the port in use, by the process group of all these runs.
@@ -67,7 +68,7 @@ def train(flags: list[str], until: int, device, weights: str = "") -> None:
     say = partial(collectives.print_rank0, rank)
     say(plan.summary())
     wanted = features.build(plan)
-    engine = pretrain.build_engine(plan, wanted, device, say)
+    engine = build_engine(plan, wanted, device, say)
     run = Run(plan, engine, wanted, device, stability.StopRequest(None))
     resume.start(run)
     batches = run.batches()
@@ -95,6 +96,8 @@ def main(path: str) -> None:
     as_shipped, exact = original_muon.ns_compute_dtype, False
     for job in json.loads(Path(path).read_text()):
         print("job", *job["flags"], flush=True)
+        if job.get("fp16"):
+            torch.ops.mkldnn._is_mkldnn_fp16_supported = lambda: True
         if job.get("exact", False) != exact:
             exact = not exact
             original_muon.ns_compute_dtype = (lambda method: torch.float32) if exact else as_shipped

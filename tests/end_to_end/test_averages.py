@@ -22,8 +22,8 @@ from zerolm.__main__ import main
 from zerolm.checkpoint.directory import read
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.data import loader as data
+from zerolm.ds_files.zero_files import Weights as CheckpointWeights
 from zerolm.engine import ema
-from zerolm.engine.zero_files import Weights as CheckpointWeights
 from zerolm.preflight import check
 from zerolm.shards.reader import open_source
 

@@ -71,7 +71,10 @@ def attacks(base: Path) -> dict[str, tuple[list[object], str]]:
     data, zerolm, launcher = ([*PYTHON, name] for name in ("data_prep", "zerolm", "launch"))
     tokenizer = ["--input", base / "text.jsonl", "--tokenizer", base / "evil_tokenizer"]
     pretrain = [sys.executable, ROOT / "pretrain.py"]
-    no_code, no_model = "auto_map: refers to Python code", "named in auto_map is never executed"
+    no_code, no_model = (
+        "auto_map: refers to the tokenizer's Python code",
+        "named in auto_map is never executed",
+    )
     other_files = "custom.py: is not in the manifest"
     prompts = ["--prompts", base / "prompts.txt"]
     hellaswag = ["--hellaswag", base / "items.jsonl"]

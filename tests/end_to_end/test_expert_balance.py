@@ -23,7 +23,7 @@ from tests.launching import (
 )
 from tests.model_families.toy_configs import toy_config
 from zerolm.checkpoint.directory import candidates
-from zerolm.engine.zero_files import Weights
+from zerolm.ds_files.zero_files import Weights
 
 EXPERTS, STEPS, RATE = 16, 40, 0.02
 SEQ_LEN, BATCH, SEED, PEAK, MINIMUM = 16, 8, 5, 3e-3, 3e-4

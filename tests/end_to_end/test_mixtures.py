@@ -2,7 +2,7 @@
 
 Web, code and math have weights 7 : 3 : 0; from sequence 44 on 1 : 1 : 2; from 108 on, math only.
 Code may be read twice, and reaches that limit before sequence 108. Batches have 8 sequences, so
-stages start in the middle of a batch.
+blends start in the middle of a batch.
 """
 
 import json
@@ -33,9 +33,9 @@ def data(tmp_path_factory) -> dict[str, Path]:
     return {name: write_shards(base / name, size, seed) for seed, (name, size) in enumerate(sizes)}
 
 
-def run_flags(llama, data, run_dir: Path, json_file: Path, *stages: object) -> list[object]:
+def run_flags(llama, data, run_dir: Path, json_file: Path, *blends: object) -> list[object]:
     arguments = recipe(llama, f"{data['web']}=7", run_dir, json_file, STEPS, micro=2)
-    arguments += ["--data", f"{data['code']}=3", "--data", f"{data['math']}=0", *stages]
+    arguments += ["--data", f"{data['code']}=3", "--data", f"{data['math']}=0", *blends]
     arguments += ["--max_epochs", "code=2", "--over_max_epochs", "redistribute"]
     saving = ["--checkpoint_interval", SAVE, "--checkpoint_keep", 9, "--no-async_checkpoint"]
     return [*map(str, [*arguments, *saving, "--wandb", "off"])]
@@ -43,7 +43,7 @@ def run_flags(llama, data, run_dir: Path, json_file: Path, *stages: object) -> l
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama, data):
-    """A run on two ranks, and one that is killed in its second stage and resumed on one rank."""
+    """A run on two ranks, and one that is killed in its second blend and resumed on one rank."""
     base = tmp_path_factory.mktemp("runs")
     json_file = profile(base / "ds.json", 2, bf16=False)
     for name in ("uninterrupted", "killed", "resumed"):
@@ -63,7 +63,7 @@ def runs(tmp_path_factory, llama, data):
 
 
 def check_changed_stages(llama, data, run_dir: Path, json_file: Path) -> None:
-    """With a checkpoint at sequence 64, later stages may be changed, but not the current one."""
+    """With a checkpoint at sequence 64, later blends may be changed, but not the current one."""
     alone = {**environment(), "WORLD_SIZE": "1"}
     later = ["--data_stage", "1408:web=1,code=1,math=2", "--data_stage", f"{108 * SEQ_LEN}:web=1"]
     check.check([*run_flags(llama, data, run_dir, json_file, *later), "--check"], alone)
@@ -76,14 +76,14 @@ def check_changed_stages(llama, data, run_dir: Path, json_file: Path) -> None:
 
 
 def expected(data) -> list[tuple[int, int, dict[str, int]]]:
-    """Return (first sequence, end, sequences of each source) of each stage."""
+    """Return (first sequence, end, sequences of each source) of each blend."""
     manifest = json.loads((data["code"] / "manifest.json").read_text())
     allowed = 2 * ((manifest["num_tokens"] - 1) // SEQ_LEN) - (44 - math.floor(44 * 0.7))
     exhausted = 44 + 4 * allowed  # with a quarter of the weight
     assert 44 < exhausted < 108, "the corpus does not suit this test"
-    stages = [(0, 44, (7, 3, 0)), (44, exhausted, (1, 1, 2)), (exhausted, 108, (1, 0, 2))]
+    blends = [(0, 44, (7, 3, 0)), (44, exhausted, (1, 1, 2)), (exhausted, 108, (1, 0, 2))]
     found = []
-    for start, end, weights in [*stages, (108, STEPS * BATCH, (0, 0, 1))]:
+    for start, end, weights in [*blends, (108, STEPS * BATCH, (0, 0, 1))]:
         ends = [
             math.floor((end - start) * Fraction(sum(weights[: number + 1]), sum(weights)))
             for number in range(3)
@@ -118,8 +118,8 @@ def test_a_resume_inside_a_stage_on_another_world_size_changes_nothing(runs) -> 
 
 def test_the_plan_and_the_log_show_the_stages(runs, data) -> None:
     log = (runs / "log").read_text()
-    stages = expected(data)
-    totals = {name: sum(counts[name] for _, _, counts in stages) for name in NAMES}
+    blends = expected(data)
+    totals = {name: sum(counts[name] for _, _, counts in blends) for name in NAMES}
     header = next(line for line in log.splitlines() if line.startswith("source "))
     assert header.split().count("from") == 4 and header.endswith("at most")
     for name in NAMES:
@@ -134,6 +134,6 @@ def test_the_plan_and_the_log_show_the_stages(runs, data) -> None:
     ]
     started = {event["stage"]: event["step"] for event in events if event["event"] == "stage"}
     assert started == {
-        number: start // BATCH + 1 for number, (start, *_) in enumerate(stages, 1) if start
+        number: start // BATCH + 1 for number, (start, *_) in enumerate(blends, 1) if start
     }
     assert list(rows(runs / "run", "data/stage").values())[-1] == 4

@@ -25,6 +25,7 @@ CHANGES = {
     r"seq_len 2048": "seq_len 64",
     r"--seq_len 512": "--seq_len 16",
     r"llama-160m.json": "tiny.json",
+    r"moe-1.6b.json": "mixtral-tiny.json",
     r"model_configs/(llama-350m|llama-1.3b).json": r"tiny/\1.json",
     r": 1024/: 256/; s/: 2736/: 684/": ": 128/: 32/; s/: 344/: 86/",
     r": 1024/: 512/; s/: 2736/: 1368/": ": 128/: 64/; s/: 344/: 172/",

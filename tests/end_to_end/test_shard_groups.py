@@ -10,7 +10,7 @@ from tests.end_to_end.run_digest import differences, digest, newest_checkpoint
 from tests.launching import events, rows, run_ranks, write_json
 from zerolm.checkpoint import memory
 from zerolm.checkpoint.directory import read
-from zerolm.engine.zero_files import Weights
+from zerolm.ds_files.zero_files import Weights
 
 pytestmark = pytest.mark.soak  # always: tests/zerolm/engine/test_shard_groups.py
 

@@ -115,6 +115,8 @@ def test_killed_processes_are_reported_and_the_run_resumes_exactly(
     assert starts[0]["seconds"] < first_step_seconds
     assert "lost_seconds" not in starts[0]
     assert all(start["lost_seconds"] > start["parts"]["imports"] for start in starts[1:])
+    first, again = (sum(start["parts"][name] for name in PARTS[:3]) for start in starts[:2])
+    assert again < first / 2  # forked from the imports of the first
     recovered = [event for event in run.events() if event["event"] == "recovered"]
     assert recovered[0]["step"] >= event["step"] and len(recovered) == failures
     for event in recovered:

@@ -40,6 +40,7 @@ def new_installer(request, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")  # an installer sets it
     monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path / 'some'} {tmp_path / 'more'}")
     monkeypatch.setattr(install, "LOG", tmp_path / "setup.log")
+    install.LOG.touch()
     monkeypatch.setattr(install, "CONSTRAINTS", tmp_path / "constraints.txt")
     # Another version than that of this environment, which pip counts as offered, and set-up keeps.
     monkeypatch.setattr(install, "pins", lambda: PINS | {"torch": "0.9"})
@@ -58,6 +59,34 @@ def new_installer(request, tmp_path, monkeypatch):
 def test_an_installer_sees_all_places_that_pip_is_configured_for(new_installer):
     offers = new_installer().offers
     assert [offers(f"torch=={each}") for each in ("0.9+cpu", "1.0", "0.1")] == [True, True, False]
+
+
+def test_uv_gets_the_places_of_wheels_that_exist_as_pip_finds_them(
+    new_installer, monkeypatch, tmp_path, capsys
+):
+    write_wheel(tmp_path / "home", "torch", "0.9+cpu")
+    missing = (tmp_path / "none").as_uri()
+    text = f"[global]\nno-index = true\nfind-links =\n    nowhere\n    {missing}\n    ~/home\n"
+    (tmp_path / "pip.conf").write_text(text + f"    {(tmp_path / 'more').as_uri()}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    offers = new_installer().offers
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if "find-links" in line] == [
+        f"setup: note: find-links {each}: no such file or directory: ignored"
+        for each in ("nowhere", missing)
+    ]
+    assert [offers(f"torch=={each}") for each in ("0.9+cpu", "1.0", "0.1")] == [True, True, False]
+
+
+def test_the_tests_need_the_headers_of_python_and_setup_says_so_before_it_installs(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(install, "HEADER", tmp_path / "Python.h")
+    monkeypatch.setattr(install, "LOG", tmp_path / "setup.log")
+    with pytest.raises(SystemExit, match=r"no .*/Python\.h: .*apt-get install python3-dev"):
+        install.main(["dev"])
+    assert not install.LOG.exists()
 
 
 def test_torch_is_a_cpu_build_where_there_is_one_and_no_device(
@@ -102,12 +131,14 @@ def test_what_the_first_program_cannot_install_the_second_does_and_compiles(
 ):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python itself never would
     installer = new_installer()
-    installer.programs.insert(0, ["false"])
+    failing = "import sys; sys.exit('error: no index\\n  cause: it is down\\n  cause: no route')"
+    installer.programs.insert(0, [sys.executable, "-c", failing])
     install.write_constraints("==0.9+cpu")
     installer.install("torch", "--target", str(tmp_path / "target"), "torch")
     assert (tmp_path / "target" / "torch-0.9+cpu.dist-info").is_dir()
     assert list(tmp_path.glob("target/__pycache__/torch.*.pyc"))
-    assert ": failed: false\nsetup: install torch ...\n" in capsys.readouterr().out
+    note = "setup: note: trying pip, since error: no index: it is down: no route\n"
+    assert f": failed: {sys.executable}\n{note}setup: install torch" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"its complete output is in .*setup\.log"):
         installer.install("torch", "torch==1.0")
 
@@ -125,7 +156,7 @@ def test_a_stage_that_takes_long_prints_its_progress(monkeypatch, capsys, tmp_pa
 def test_constraints_name_one_version_for_each_python():
     lines = (install.ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and line[0] != "#"]
-    for version in ("3.10", "3.11", "3.12", "3.13"):
+    for version in ("3.10", "3.11", "3.12", "3.13", "3.14"):
         names = [
             canonicalize_name(pin.name)
             for pin in pins

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,17 @@ def generated_part(rows: Mapping[str, Cells], versions: Mapping[str, str]) -> st
                 exceptions.setdefault((_general(cell, family), place), []).append(f"`{family}`")
     different = {name for names in exceptions.values() for name in names}
     others = ", ".join(name for name in map("`{}`".format, sorted(rows)) if name not in different)
-    lines = "".join(
+    head = f"{len(rows)} model types with {named}: {counted}."
+    return f"\n{head} Without an exception: {others}.\n\n{exceptions_table(exceptions)}\n"
+
+
+def exceptions_table(exceptions: Mapping[tuple[str, str], Sequence[str]]) -> str:
+    """Return a table of the model types with each exception, given as (exception, in)."""
+    lines = (
         f"| {exception} | {place} | {', '.join(names)} |\n"
         for (exception, place), names in sorted(exceptions.items(), key=lambda item: -len(item[1]))
     )
-    head = f"{len(rows)} model types with {named}: {counted}."
-    return f"\n{head} Without an exception: {others}.\n\n{HEAD}{lines}\n"
+    return HEAD + "".join(lines)
 
 
 def _general(cell: str, family: str) -> str:

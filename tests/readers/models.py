@@ -14,6 +14,26 @@ from tests.readers.read_models import NEW_TOKENS
 from zerolm.export.export import load_exported, write_model
 
 NUM_IDS = 40  # more than the window of the toy configs
+BASE = {"rope_theta": 500000.0}
+POSITIONS = {"original_max_position_embeddings": 16}
+# {variant: keys that a toy config gets}; a family's name may be followed by a variant
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {"rope_parameters": {"rope_type": "default", **BASE}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **BASE}},
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **BASE},
+        "max_position_embeddings": 16,
+    },
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **POSITIONS, **BASE}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            **POSITIONS, **BASE,
+        }
+    },
+    "partial": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **BASE}},
+    "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+}  # fmt: skip
 
 
 def texts(number: int = 400) -> list[str]:
@@ -45,16 +65,18 @@ def write_models(families: list[str], directory: Path) -> dict[str, Any]:
     for family in families:
         try:
             if not (models / family).exists():
-                write_one(family, models / family, tokenizer)
+                name, _, variant = family.partition(" ")
+                write_one(name, models / family, tokenizer, variant)
             computed[family] = compute(models / family, ids)
         except Exception as error:  # such as reformer's, which takes rows of 32 tokens only
             print(f"{family}: left out: {type(error).__name__}: {error}", flush=True)
     return computed
 
 
-def write_one(family: str, directory: Path, tokenizer: Path) -> None:
+def write_one(family: str, directory: Path, tokenizer: Path, variant: str = "") -> None:
     """Write the export of a toy model whose weights are the same on every machine."""
-    values = {key: finite(value) for key, value in toy_config(family).items()}
+    values = finite(toy_config(family))
+    values |= VARIANTS.get(variant, {})
     config = type(AutoConfig.for_model(family)).from_dict(values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -74,7 +96,11 @@ def finite(value: Any) -> Any:
     """Return a value of a toy config without transformers' own notation of infinity."""
     if isinstance(value, list):
         return [finite(each) for each in value]
-    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
+    if not isinstance(value, dict):
+        return value
+    if "__float__" in value:
+        return float(value["__float__"])
+    return {key: finite(each) for key, each in value.items()}
 
 
 def compute(directory: Path, ids: list[int]) -> dict[str, Any]:

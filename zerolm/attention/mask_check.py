@@ -14,12 +14,12 @@ import torch
 from torch import distributed as dist
 
 from zerolm.common.errors import ConfigError
-from zerolm.config.resolved import Resolved
+from zerolm.config.settings import Settings
 from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.protocol import Model
 from zerolm.model.architecture import ROUTED_EXPERT
 from zerolm.model.compile import eager
-from zerolm.model.loss import token_losses
+from zerolm.model.forward import token_losses
 
 # Largest loss change allowed with the mask, as a fraction of the change without it. With a correct
 # mask the losses are bit-identical, since masked attention weights are 0 and the shapes of the sums
@@ -37,7 +37,7 @@ MOE_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 ALONE_TOLERANCES = {"fp32": 1e-2, "bf16": 0.25, "fp16": 0.25}
 
 
-def check(engine: Model, settings: Resolved, precision: str, device: Any) -> str:
+def check(engine: Model, settings: Settings, precision: str, device: Any) -> str:
     """Test the document mask and return a line that describes the result.
 
     Every rank must call this.

@@ -26,7 +26,7 @@ from zerolm.checkpoint.manifest import (
 )
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sync_directory, write_json
+from zerolm.common.files import exists, is_dir, sync_directory, write_json
 from zerolm.common.records import read_file, unreadable, with_digest
 from zerolm.run_dir.files import (
     CHECKPOINT_NAME,
@@ -104,8 +104,8 @@ def make_way(path: Path) -> None:
     """Make a checkpoint's path available: remove a link, or set a directory or file aside."""
     if path.is_symlink():
         path.unlink()
-    elif path.exists():
-        set_aside(path, DAMAGED if path.is_dir() else FOREIGN)
+    elif exists(path):
+        set_aside(path, DAMAGED if is_dir(path) else FOREIGN)
 
 
 def set_aside(directory: Path, prefix: str) -> Path:
@@ -121,7 +121,7 @@ def set_aside(directory: Path, prefix: str) -> Path:
 
 def published_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
-    return [path for path in checkpoint_directories(checkpoints) if (path / MANIFEST).exists()]
+    return [path for path in checkpoint_directories(checkpoints) if exists(path / MANIFEST)]
 
 
 def read(directory: str | Path) -> Checkpoint:
@@ -143,7 +143,7 @@ def read(directory: str | Path) -> Checkpoint:
 def _no_manifest(path: Path) -> str:
     """Return a message for a path given by the user that is not a checkpoint."""
     fact = "neither a run with checkpoints nor a checkpoint"
-    if not path.is_dir():
+    if not is_dir(path):
         fact = "no such directory"
     elif CHECKPOINT_NAME.fullmatch(path.name):
         fact = f"no {MANIFEST}, so this is not a complete checkpoint"
@@ -225,12 +225,12 @@ def locate(reference: str | Path) -> Checkpoint:
     """
     path, step = split_step(reference)
     files = RunFiles(path)
-    if step is not None and path.is_dir():
+    if step is not None and is_dir(path):
         directory = files.checkpoint(checkpoint_name(step))
         if directory in (kept := published_checkpoints(files.checkpoints)):
             return read(directory)
         raise CheckpointError(_no_checkpoint(reference, path, step, kept))
-    found = newest(path) if files.checkpoints.is_dir() else read(path)
+    found = newest(path) if is_dir(files.checkpoints) else read(path)
     if found is None:
         raise CheckpointError(f"{path}: the run has no checkpoint yet.")
     return found
@@ -246,7 +246,7 @@ def locate_several(reference: str) -> list[Checkpoint]:
     match = re.fullmatch(r"(.+)@([^@/]*)", reference)
     if match is None or Path(reference).exists():
         path, steps = Path(reference), ":"
-        if not RunFiles(path).checkpoints.is_dir():
+        if not is_dir(RunFiles(path).checkpoints):
             return [read(path)]
     else:
         path, steps = Path(match[1]), match[2]

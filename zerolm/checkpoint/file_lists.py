@@ -20,7 +20,7 @@ from zerolm.checkpoint.manifest import FILES, LISTS_VERSION, ListedFile, files_p
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import write_atomically
 from zerolm.common.records import open_regular, parse_record, unreadable
-from zerolm.engine.partitions import SHARDS
+from zerolm.ds_files.pieces import SHARDS
 
 LISTED_RANKS = 64
 

@@ -1,13 +1,12 @@
 """Finds the newest complete checkpoint, and loads it into DeepSpeed's engine.
 
 Nothing is unpickled before the manifest matches its digest and every file matches the manifest.
-Must not depend on rollbacks or resharding; `zerolm.train.resume` combines them with this module.
+Must not depend on rollbacks; `zerolm.train.resume` combines them with this module.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from zerolm.checkpoint.checksums import Piece, piece_problem
 from zerolm.checkpoint.directory import (
@@ -29,9 +28,9 @@ from zerolm.distributed.collectives import (
     require_on_all_ranks,
 )
 from zerolm.ds_config import topology
-from zerolm.engine import checkpoints
+from zerolm.ds_files import checkpoints, reshard
+from zerolm.ds_files.safe_load import interpreted, pickle_problems
 from zerolm.engine.protocol import Engine
-from zerolm.engine.safe_load import interpreted, pickle_problems
 from zerolm.plan.plan import Plan
 from zerolm.run_dir.files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 
@@ -156,17 +155,9 @@ def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
     return mine
 
 
-def load(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    plan: Plan,
-    reshard: Callable[[Any, Path, dict[str, Any]], None],
-) -> None:
-    """Load a verified checkpoint into the engine. Every rank must call this.
-
-    Args:
-        reshard: `zerolm.engine.reshard.load`, called with engine, directory and manifest if the
-            checkpoint was written with another topology.
+def load(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Load a verified checkpoint into the engine, resharded if it was written with another
+    topology. Every rank must call this.
 
     Raises:
         CheckpointError: on every rank: unpickling a file would run code, the states cannot be
@@ -185,10 +176,10 @@ def load(
         raise CheckpointError(problems)
     if plan.resharded(checkpoint.manifest):
         where = str(checkpoint.directory / MANIFEST)
-        problems = topology.problems(checkpoint.manifest, where, plan.profile)
+        problems = topology.problems(checkpoint.manifest, where, plan.ds)
         if problems:
             raise CheckpointError(problems)
-        reshard(engine, checkpoint.directory, checkpoint.manifest)
+        reshard.load(engine, checkpoint.directory, checkpoint.manifest)
         return
     with interpreted(checkpoint.directory):
         found_any = checkpoints.load(engine, checkpoint.directory)

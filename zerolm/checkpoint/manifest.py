@@ -38,7 +38,6 @@ class Progress:
         rollbacks: how often the run has rolled back to a checkpoint.
         skipped_windows: ranges [start, end) of sequence numbers that the run skips after rollbacks.
         history: state of the spike guard, a `zerolm.optim.spikes.History` as JSON.
-        health: state of the health metrics, a `zerolm.train.health.HealthState` as JSON.
         features: state of each stateful `zerolm.features.feature.Feature`, by name.
 
     Lists and dicts are replaced, never mutated, because a writer thread may hold a shallow copy.
@@ -52,7 +51,6 @@ class Progress:
     rollbacks: Count = 0
     skipped_windows: list[Range] = field(default_factory=list)
     history: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)
     features: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -60,11 +58,12 @@ class Progress:
 class SavedProgress(Progress):
     """`Progress` as stored in a manifest.
 
-    Earlier releases stored the states of three features in separate keys.
+    Earlier releases stored the states of some features in separate keys.
     """
 
     clipping: dict[str, Any] = field(default_factory=dict)
     ema_counted: float = 0.0
+    health: dict[str, Any] = field(default_factory=dict)
     routing: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> Progress:
@@ -74,6 +73,7 @@ class SavedProgress(Progress):
         earlier = {
             "ema": {"counted": counted} if (counted := values.pop("ema_counted")) else {},
             "expert_balance": values.pop("routing"),
+            "health": values.pop("health"),
         }
         found = {name: state for name, state in earlier.items() if state}
         return Progress(**{**values, "features": found | self.features})
@@ -136,7 +136,7 @@ class Manifest(_Required, total=False):
     """The content of a manifest. Early releases did not write the optional keys declared here."""
 
     lists: list[FileList]
-    shards: Count  # see `zerolm.engine.partitions.num_shards`
+    shards: Count  # see `zerolm.ds_files.pieces.num_shards`
     versions: dict[str, str]
     cut: dict[str, Any]
     order: dict[str, Any]

@@ -100,22 +100,20 @@ class MemoryCopies:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def connect(run_dir: Path, rank: int, tensor_rank: int, shard: int) -> MemoryCopies:
+def connect(run_dir: Path, rank: int, weights: int, states: int) -> MemoryCopies:
     """Create the directory for copies on each host; return this rank's `MemoryCopies`.
 
     All ranks call this.
 
     Args:
-        tensor_rank: the tensor-parallel rank.
-        shard: index of this rank's shard of the optimizer states; ranks with the same shard have
-            the same index.
+        weights, states: the first rank with the same weights, and with the same optimizer states.
 
     Raises:
         ConfigError: on every rank, if a host cannot create the directory.
     """
     token = collectives.broadcast_object(create_token(run_dir) if rank == 0 else "")
     machine = processes.machine_id()
-    found = collectives.gather_objects(((machine, tensor_rank), (machine, shard)))
+    found = collectives.gather_objects(((machine, weights), (machine, states)))
     leads, holds = (places.index(places[rank]) == rank for places in zip(*found, strict=True))
     _on_each_host(rank, lambda: create_directory(run_dir, token))
     return MemoryCopies(directory_of(run_dir, token), rank, leads, holds)

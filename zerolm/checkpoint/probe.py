@@ -20,7 +20,8 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.parameters import multiply
 from zerolm.engine.protocol import Engine
 from zerolm.model.compile import eager
-from zerolm.model.loss import IGNORED, token_losses
+from zerolm.model.forward import next_logits, token_losses
+from zerolm.model.loss import IGNORED
 from zerolm.plan.plan import Plan
 from zerolm.pretrained.source_config import is_position
 
@@ -63,7 +64,7 @@ def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan:
         "loss_hex": loss.hex(),
         "data": _data_identity(plan),
         "made_by": _numerics(plan),
-        "logits": {**logits, "precision": plan.profile.compute_precision},
+        "logits": {**logits, "precision": plan.ds.compute_precision},
     }
 
 
@@ -82,7 +83,7 @@ def sample_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, An
         documents_T = batch["document_ids"][0, :LOGIT_TOKENS]
         ids_T = ids_T[documents_T == documents_T[0]]
     with eager():
-        logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        logits_TV = next_logits(model, ids_T[None])[0].float()
     positions = _spaced_indices(len(ids_T), LOGIT_POSITIONS)
     token_ids = _spaced_indices(logits_TV.shape[1], LOGIT_IDS)
     return {
@@ -134,7 +135,7 @@ def check(
     now = measure(engine, batches, plan)
     exact = not plan.resharded(manifest) and plan.device == "cpu"
     exact = exact and now["made_by"] == saved["made_by"]
-    tolerance = 0.0 if exact else TOLERANCES[plan.profile.compute_precision]
+    tolerance = 0.0 if exact else TOLERANCES[plan.ds.compute_precision]
     before, after = float.fromhex(saved["loss_hex"]), now["loss"]
     differs = not abs(after - before) <= tolerance * abs(before)  # NaN differs
     found = gather_objects((after, differs))

@@ -23,7 +23,8 @@ from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, sync_file
 from zerolm.common.values import shown_bytes
 from zerolm.distributed.collectives import broadcast_object, gather_objects
-from zerolm.engine.checkpoints import OF_ONE_RANK, saving_parts, uncaptured_files
+from zerolm.ds_files.checkpoints import saving_parts, uncaptured_files
+from zerolm.ds_files.zero_files import OF_ONE_RANK
 from zerolm.engine.protocol import Engine
 from zerolm.run_dir.files import TEMPORARY, checkpoint_name
 

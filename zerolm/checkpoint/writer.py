@@ -36,7 +36,7 @@ from zerolm.checkpoint.save_job import (
 )
 from zerolm.checkpoint.snapshot import HostCopy
 from zerolm.distributed.collectives import gather_objects, gather_on_rank0
-from zerolm.engine import checkpoints
+from zerolm.ds_files import checkpoints
 from zerolm.engine.protocol import Engine
 from zerolm.run_dir.files import RunFiles, checkpoint_name
 
@@ -176,8 +176,8 @@ class CheckpointWriter:
         job = self._job
         if job is None:
             return None
-        for stage in ("write", "publish") if job.target.publishes else ("write",):
-            if stage == "publish" and not job.publishing:
+        for part in ("write", "publish") if job.target.publishes else ("write",):
+            if part == "publish" and not job.publishing:
                 self._start_publishing()
             assert job.thread is not None
             job.thread.join()

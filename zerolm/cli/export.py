@@ -109,7 +109,8 @@ def write_output(
 
     from zerolm.export import hub
     from zerolm.export.export import MAX_SHARD_BYTES, check_room
-    from zerolm.export.tokenizer import missing_tokenizer, tokenizer_of
+    from zerolm.export.tokenizer import first_source, missing_tokenizer, tokenizer_of
+    from zerolm.shards import boundaries
 
     output = arguments.output
     check_room(output, 0)
@@ -121,6 +122,9 @@ def write_output(
             f"note: {missing_tokenizer(run_dir)}, so the model directory has no tokenizer. Restore "
             f"the shards and export again, or copy the tokenizer's files to {output}"
         )
+    if (source := first_source(run_dir)) is not None:
+        for line in boundaries.notices(source):
+            print(f"note: {line}")
     name = arguments.push or output.absolute().name
     try:
         result = write(tokenizer_dir, eos_id, name, arguments.max_shard_size or MAX_SHARD_BYTES)

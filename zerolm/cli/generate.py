@@ -23,13 +23,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from zerolm.evaluate.sampling import Prompt, SamplingOptions, streamed_text
-    from zerolm.evaluate.text_coder import TextCoder, prompt_ids
+    from zerolm.evaluate.text_coder import prompt_ids
     from zerolm.export.checkpoint_model import load_model
 
     settings = settings_of(arguments)
     with redirect_stdout(sys.stderr):  # notices from libraries; stdout is for the generated text
         loaded = load_model(arguments.model, arguments.device)
-    coder = TextCoder(loaded.tokenizer, loaded.eos_id)
+    coder = loaded.coder
     print(loaded.about, *(f"note: {line}" for line in coder.notices), sep="\n", file=sys.stderr)
     text = arguments.prompt
     if text is None:

@@ -159,8 +159,7 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
         interrupts.end_on_interrupt()
         print(f"{program}: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    flush_output()
-    return code
+    return code if flush_output() else code or EXIT_OUTPUT_CLOSED
 
 
 class PrintableOutput:
@@ -200,14 +199,16 @@ def open_standard_streams() -> None:
         setattr(sys, name, open(os.devnull, mode))
 
 
-def flush_output() -> None:
+def flush_output() -> bool:
     """Flush stdout. If the reader of the output has exited, as in `| head`, discard the rest
-    without an error.
+    without an error, and return False.
     """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _output_is_closed() -> bool:

@@ -133,8 +133,13 @@ class Findings:
         notices: lines that are printed without refusing the run.
     """
 
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+
+    def add(self, others: "Findings") -> None:
+        """Append what was found elsewhere."""
+        self.problems += others.problems
+        self.notices += others.notices
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
-"""Hash and sync files, write them atomically, and create directories private to this user.
+"""Look up, hash and sync files, write them atomically, and create directories private to this user.
 
 Standard library only.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -27,6 +28,38 @@ POINTERS = (
 )
 MAX_POINTER_BYTES, MAX_POINTER_LINES = 1024, 12  # the first is Git LFS's limit
 VISIBLE_SECONDS, VISIBLE_POLL_SECONDS = 75.0, 0.1  # acdirmax of nfs(5) is 60 s
+
+
+def exists(path: str | Path) -> bool:
+    """Return whether something has this name; a dangling link does not count.
+
+    Since Python 3.14 `Path.exists`, `is_file` and `is_dir` return False for every error. Where a
+    run's or a stage's state would then look as if it had never been written, use these functions.
+
+    Raises:
+        OSError: the path cannot be looked up (no permission, a failing disk, a stale file handle).
+    """
+    return _mode(path) != 0
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether this is a regular file. Raises: as `exists`."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_dir(path: str | Path) -> bool:
+    """Return whether this is a directory. Raises: as `exists`."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str | Path) -> int:
+    """Return the mode of what a path leads to; 0 if there is nothing."""
+    try:
+        return Path(path).stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return 0
+        raise
 
 
 def sha256_file(path: str | Path) -> str:

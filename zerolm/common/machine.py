@@ -1,4 +1,4 @@
-"""Inspects this machine and the launch: build locks, directories, number of nodes.
+"""Inspects this machine and the launch: builds, directories, number of nodes.
 
 Changes no files."""
 
@@ -13,16 +13,13 @@ import socket
 import sys
 import sysconfig
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from zerolm.common import processes
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
-RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "zerolm.engine.launcher", "ds")
 MAX_COMPILE_WORKERS = 32  # torch/_inductor/config.py, decide_compile_threads
-STALE_BUILD_SECONDS = 600  # compiling one source file of an operator is much faster
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
 MMAP_THRESHOLD_BYTES = 1 << 30  # larger allocations are still returned to the system when freed
@@ -56,28 +53,13 @@ def keep_freed_memory() -> bool:
     return mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES) == 1 and kept
 
 
-def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]:
-    """Return the stale locks of operator builds in torch's extension cache, and all other locks.
-
-    A rank that is killed while building an operator leaves its lock behind, and every later rank
-    silently waits forever for the lock. A running build writes files next to its lock, and its
-    compiler runs in that directory.
-    """
-    stale: list[Path] = []
-    fresh: list[Path] = []
-    for lock, is_idle in _build_locks(environment):
-        is_dead = is_idle and not processes.is_working_directory(lock.parent)
-        (stale if is_dead else fresh).append(lock)
-    return stale, fresh
-
-
 def running_builds(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of operators that a process on this machine is building."""
-    return [
-        lock.parent.name
-        for lock, is_idle in _build_locks(environment)
-        if not is_idle and processes.is_working_directory(lock.parent)
-    ]
+    """Return the names of operators that a process on this machine is building.
+
+    torch's compilers run in the directory of the operator.
+    """
+    found = _operator_files(environment, "build.ninja")
+    return [each.parent.name for each in found if processes.is_working_directory(each.parent)]
 
 
 def built_operators(environment: Mapping[str, str]) -> list[Path]:
@@ -89,18 +71,6 @@ def _operator_files(environment: Mapping[str, str], pattern: str) -> list[Path]:
     cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
     root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
     return sorted([*root.glob(f"*/{pattern}"), *root.glob(f"*/*/{pattern}")])
-
-
-def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
-    """Yield each lock of an operator build, and whether its directory has long been unchanged."""
-    for lock in _operator_files(environment, "lock"):
-        try:
-            newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
-        except (OSError, ValueError):  # the build has ended in the meantime
-            continue
-        # A time far in the future was written before the clock was set back, not by a running
-        # build.
-        yield lock, abs(time.time() - newest) > STALE_BUILD_SECONDS
 
 
 def missing_compilers(device_kind: str) -> list[str]:
@@ -140,11 +110,14 @@ def write_problem(run_dir: str | Path) -> str | None:
     Tests this with an anonymous file in the nearest existing directory, and leaves nothing behind.
     """
     path = Path(run_dir).absolute()
-    try:
-        while not path.exists() and not path.is_symlink():
+    while True:
+        try:
+            os.lstat(path)  # `Path.exists` hides other errors since Python 3.14
+            break
+        except (FileNotFoundError, NotADirectoryError):
             path = path.parent
-    except OSError as error:  # for example, a name longer than 255 bytes
-        return f"cannot be a directory ({error.strerror}). Choose another one."
+        except OSError as error:  # for example, a name longer than 255 bytes
+            return f"cannot be a directory ({error.strerror}). Choose another one."
     if not path.is_dir():
         return f"{path} is not a directory. Remove it, or choose another directory."
     try:
@@ -176,22 +149,6 @@ def _existing(path: str | Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
-
-
-def launcher(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the options and environment of DeepSpeed's runner; both are empty if none is found.
-
-    The runner is visible only on the host where it was started.
-
-    Args:
-        argv: the flags of this script.
-    """
-    flags = [argument for argument in argv if not argument.startswith("--local_rank=")]
-    for path in Path("/proc").glob("[0-9]*"):
-        if options := _runner_options(_zero_separated(path / "cmdline"), flags):
-            variables = _zero_separated(path / "environ")
-            return options, dict(text.partition("=")[::2] for text in variables)
-    return {}, {}
 
 
 def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]) -> str | None:
@@ -294,27 +251,3 @@ def num_hosts(environment: Mapping[str, str]) -> int:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True":
         return 1
     return (num_nodes(environment) or 1) if "MASTER_ADDR" in environment else 1
-
-
-def _zero_separated(path: Path) -> list[str]:
-    """Return the strings in a /proc file; [] if the file cannot be read."""
-    try:
-        return path.read_bytes().decode(errors="replace").removesuffix("\0").split("\0")
-    except OSError:
-        return []
-
-
-def _runner_options(command: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return the runner's options if a command starts DeepSpeed's runner for these flags."""
-    if len(flags) >= len(command) or list(command[len(command) - len(flags) :]) != list(flags):
-        return {}
-    head = command[: len(command) - len(flags) - 1]  # the command without the script
-    if not any(Path(argument).name in RUNNER_NAMES for argument in head):
-        return {}
-    options = {}
-    for number, argument in enumerate(head):
-        name, equals, value = argument.partition("=")
-        name = "--hostfile" if name == "-H" else name
-        if name in ("--num_nodes", "--hostfile", "--no_ssh"):
-            options[name] = value if equals else "".join(head[number + 1 : number + 2])
-    return options

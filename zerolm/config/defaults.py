@@ -13,9 +13,8 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)  # Touvron et al. 2023 (arXiv 2302.13971), and most models since
 LION_BETAS = (0.9, 0.99)  # Chen et al. 2023 (arXiv 2302.06675)
 MIN_LEARNING_RATE_SHARE = 0.1  # Hoffmann et al. 2022: decay to a tenth of the peak
-WARMUP_SHARE = 0.01
+WARMUP_SHARE, RAMP_SHARE = 0.01, 0.1
 DECAY_SHARE = 0.2  # Hägele et al. 2024 (arXiv 2405.18392): 20% of decay matches cosine
-RAMP_SHARE = 0.1
 EVAL_TOKENS = 1_000_000
 MAX_LEARNING_RATE = 3e-3  # the fit starts at 1e17 FLOPs, where it predicts 2.3e-3
 CPU_MICRO_BATCH_TOKENS = 8192
@@ -44,6 +43,36 @@ def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> i
     """
     tokens = min(0.2920 * training_flops**0.3271, total_tokens / 100)
     return 1 << max(0, round(math.log2(max(1.0, tokens / seq_len))))
+
+
+def betas(is_lion: bool) -> tuple[float, float]:
+    """Return the betas of Lion, or of other optimizers that have two."""
+    return LION_BETAS if is_lion else BETAS
+
+
+def min_learning_rate(peak: float) -> float:
+    """Return the final learning rate of a schedule that uses it."""
+    return peak * MIN_LEARNING_RATE_SHARE
+
+
+def warmup_tokens(total_tokens: int, batch_tokens: int) -> int:
+    """Return the length of the warm-up: a share of the run, but at least one batch."""
+    return min(total_tokens, max(batch_tokens, math.ceil(total_tokens * WARMUP_SHARE)))
+
+
+def decay_tokens(total_tokens: int, warmup_tokens: int) -> int:
+    """Return the length of the decay at the end of a schedule that has one."""
+    return max(1, min(math.ceil(total_tokens * DECAY_SHARE), total_tokens - warmup_tokens))
+
+
+def ramp_tokens(total_tokens: int) -> int:
+    """Return the length of a batch size ramp."""
+    return math.ceil(total_tokens * RAMP_SHARE)
+
+
+def eval_tokens(seq_len: int) -> int:
+    """Return the number of validation tokens, if there are as many: at least one sequence."""
+    return max(EVAL_TOKENS, seq_len)
 
 
 def rollback_margin(total_steps: int) -> int:

@@ -3,7 +3,7 @@
 Standard library only, so that `--help` is instant.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -29,7 +29,7 @@ def flag(
     follows: bool = False,
     of_one_run: bool = False,
     planned: bool = False,
-    no_tensor_parallel: str = "",
+    not_with: Mapping[str, str] | None = None,
 ) -> Any:
     """Return a dataclass field that describes a flag. The help shows the default value, if any.
 
@@ -49,8 +49,7 @@ def flag(
             trunk.
         planned: whether the setting affects the memory or time of a step, so `zerolm plan` also has
             the flag.
-        no_tensor_parallel: why the flag cannot be combined with tensor parallelism; empty if it
-            can.
+        not_with: {axis of a `Layout`: why the flag cannot be combined with it}.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     about: dict[str, Any] = {
@@ -58,7 +57,7 @@ def flag(
         **{"help": help and with_default(help, kind, default), "choices": tuple(choices)},
         **{"saved": saved, "tracker": tracker},
         **{"changes_curve": changes_curve, "unchangeable": unchangeable, "follows": follows},
-        **{"of_one_run": of_one_run, "planned": planned, "no_tensor_parallel": no_tensor_parallel},
+        **{"of_one_run": of_one_run, "planned": planned, "not_with": not_with or {}},
     }
     return field(default=default, metadata=about)
 

@@ -8,8 +8,10 @@ default that suits the model. Values that belong in DeepSpeed's JSON have no fla
 on data, the model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerolm.common.values import parse_number
@@ -18,6 +20,7 @@ from zerolm.config.part import Part
 from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS
 
 COMMAND_LINE = "command line"
+NOT_GIVEN: Any = None  # a setting for which a default will be filled in
 CONCAT, BEST_FIT = "concat", "best_fit"  # --packing
 VARLEN = "varlen"
 ATTENTION_IMPLEMENTATIONS = (
@@ -58,9 +61,10 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that every run has, as given by the user; None means not given.
+    """The settings that every run has; None means not given.
 
-    Each field is a flag of the same name; `--help` shows its unit and default.
+    Each field is a flag of the same name; `--help` shows its unit and default. Its type is that in
+    a plan: a field without `| None` is None only until a default that suits the model is filled in.
 
     Attributes:
         parts: the optional parts of a run, whose flags a subclass adds.
@@ -109,7 +113,7 @@ class Settings:
     val_data: tuple[str, ...] = flag(
         "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()
     )
-    seq_len: int | None = count(
+    seq_len: int = count(
         "data",
         "tokens per sequence (default: 2048, or the model's maximum if less)",
         "TOKENS",
@@ -126,6 +130,11 @@ class Settings:
         "data",
         "let tokens attend only to tokens of their own document",
         changes_curve=True,
+        # ulysses_sp.py, uattn_wrapper: discards the mask and uses causal attention
+        not_with={
+            "sequence": "DeepSpeed's attention discards every mask, so tokens would attend across "
+            "documents"
+        },
     )
     packing: str = flag(
         "data",
@@ -155,13 +164,13 @@ class Settings:
         "data", "validation tokens per evaluation (default: 1M, or all if fewer)", "TOKENS"
     )
 
-    batch_tokens: int | None = count(
+    batch_tokens: int = count(
         "batch",
         "tokens per optimizer step, over all devices (default: from the compute budget)",
         "TOKENS",
         changes_curve=True,
     )
-    micro_batch_size: int | None = count(
+    micro_batch_size: int = count(
         "batch",
         "sequences per device and micro-batch; auto: the largest that fits (default: auto)",
         "SEQUENCES|auto",
@@ -181,13 +190,13 @@ class Settings:
         changes_curve=True,
     )
 
-    total_tokens: int | None = count(
+    total_tokens: int = count(
         "budget",
         "tokens to train on (default: 20 per parameter)",
         "TOKENS",
         changes_curve=True,
     )
-    learning_rate: float | None = real(
+    learning_rate: float = real(
         "budget", "peak learning rate (default: from the compute budget)", changes_curve=True
     )
     min_learning_rate: float | None = real(
@@ -216,7 +225,7 @@ class Settings:
         "TOKENS",
         changes_curve=True,
     )
-    weight_decay: float | None = real(
+    weight_decay: float = real(
         "budget", "weight decay of matrices (default: 0.1)", changes_curve=True
     )
     beta1: float | None = real(
@@ -280,8 +289,11 @@ class Settings:
         "model",
         "compile the model's blocks and the loss with torch.compile",
         planned=True,
+        not_with=dict.fromkeys(
+            ("tensor", "sequence", "experts"), "losses were not compared with PyTorch's"
+        ),
     )
-    loss_chunk_tokens: int | None = count(
+    loss_chunk_tokens: int = count(
         "model",
         "compute the loss for this many tokens at a time, to save memory; 0: for all tokens at "
         "once (default: 0, or 512 MiB of logits per chunk if all logits exceed 16 GiB)",
@@ -289,7 +301,7 @@ class Settings:
         minimum=0,
         follows=True,
         planned=True,
-        no_tensor_parallel="DeepSpeed replaces the output head",
+        not_with={"tensor": "DeepSpeed replaces the output head"},
     )
     seed: int = flag(
         "model",
@@ -321,6 +333,16 @@ class Settings:
         "the ranks on one host (default: over all ranks)",
         "N",
         minimum=2,
+        not_with={"experts": "both divide the optimizer states over groups of ranks"},
+    )
+    expert_parallel: int | None = count(
+        "run",
+        "with ZeRO-1 or 2: divide the experts of a mixture over N consecutive ranks of a host, "
+        "which exchange tokens (default: each rank has all experts, or its shard of ZeRO-3)",
+        "N",
+        minimum=2,
+        planned=True,
+        not_with=dict.fromkeys(("tensor", "sequence"), "losses were not compared with PyTorch's"),
     )
     settings: str | None = flag(
         "run",
@@ -337,13 +359,13 @@ class Settings:
         shows="RUN[@STEP]",
         of_one_run=True,
     )
-    log_interval: int | None = count(
+    log_interval: int = count(
         "run", "optimizer steps between metrics (default: from the number of steps)", "STEPS"
     )
     eval_interval: int | None = count(
         "run", "optimizer steps between evaluations (default: from the number of steps)", "STEPS"
     )
-    checkpoint_interval: int | None = count(
+    checkpoint_interval: int = count(
         "run", "optimizer steps between checkpoints (default: from the number of steps)", "STEPS"
     )
     async_checkpoint: bool = switch(
@@ -500,7 +522,7 @@ class Settings:
         default=6,
         minimum=0,
     )
-    rollback_margin: int | None = count(
+    rollback_margin: int = count(
         "stability",
         "number of steps before the first spike whose data is also skipped after a rollback "
         "(default: 1%% of the run, up to 100)",
@@ -530,7 +552,9 @@ class Settings:
         choices=WANDB_MODES,
         tracker="zerolm.tracking.wandb:WandbTracker",
     )
-    wandb_project: str = flag("trackers", "text", "W&B project", shows="NAME", default="zerolm")
+    wandb_project: str | None = flag(
+        "trackers", "text", "W&B project (default: zerolm)", shows="NAME"
+    )
     wandb_entity: str | None = flag(
         "trackers", "text", "W&B user or team (default: the key's)", shows="NAME"
     )
@@ -560,6 +584,20 @@ class Settings:
     def where(self, name: str) -> str:
         """Return the start of a message about a setting: where it was given, as `file: key`."""
         return self.origins.get(name, f"default: --{name}")
+
+    def resolved(self) -> "Settings":
+        """Return these settings, in which every default is filled in, as the types of fields say.
+
+        Other fields may be None if they do not apply: evaluation settings without validation data,
+        or schedule settings if the DeepSpeed JSON defines the schedule.
+        """
+        missing = [
+            item.name
+            for item in dataclasses.fields(self)
+            if isinstance(item.type, type) and getattr(self, item.name) is None
+        ]
+        assert not missing, f"not resolved: {missing}"
+        return self
 
     @property
     def rows_differ(self) -> bool:
@@ -598,8 +636,11 @@ TRACKERS: dict[str, str] = {  # {name of a tracker, and of its flag: `module:cla
 def split_weight(source: str) -> tuple[str, float | None]:
     """Split a value of `--data` into path and weight; the weight is None if it is not given.
 
-    Raises:
-        ValueError: the text after the last `=` is not a number.
+    An existing directory has no weight: the `=` of `day=20260101` is part of its name, like an `=`
+    before text that is not a number.
     """
     path, equals, weight = source.rpartition("=")
-    return (path, parse_number(weight)) if equals else (source, None)
+    if equals and not Path(source).is_dir():
+        with contextlib.suppress(ValueError):
+            return path, parse_number(weight)
+    return source, None

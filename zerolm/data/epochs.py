@@ -23,7 +23,7 @@ def cap_problems(
     total_sequences: int,
     settings: Settings,
 ) -> tuple[list[str], list[str]]:
-    """Return problems and notices about stages and caps that do not fit the length of the run."""
+    """Return problems and notices about blends and caps that do not fit the length of the run."""
     where, seq_len = settings.where("max_epochs"), settings.seq_len or 1
     problems = [
         f"{settings.where('data_stage')}: {spec} starts at or after the end of the run, "
@@ -85,25 +85,25 @@ def table(
 ) -> list[str]:
     """Return the lines of a table of planned epochs, with one row per source.
 
-    Columns: tokens in the source, its share (and epochs) in each stage of the run, total number of
+    Columns: tokens in the source, its share (and epochs) in each blend of the run, total number of
     tokens read, total epochs, and the cap.
     """
-    stages = [stage for stage in mixture.stages if stage.start < total_sequences]
-    edges = [stage.start for stage in stages] + [total_sequences]
+    blends = [blend for blend in mixture.blends if blend.start < total_sequences]
+    edges = [blend.start for blend in blends] + [total_sequences]
     taken = [order.counts(edge) for edge in edges]
-    several = len(stages) > 1
+    several = len(blends) > 1
     rows = [["source", "tokens"]]
     for start in edges[:-1]:
         since = f" from {count(start * seq_len)}" if several else ""
         rows[0] += [f"share{since}", "epochs"] if several else [f"share{since}"]
     rows[0] += ["taken", "epochs", "at most"]
-    shares = [exact_shares(stage.weights, allow_zero=True) for stage in stages]
+    shares = [exact_shares(blend.weights, allow_zero=True) for blend in blends]
     for number, (name, size) in enumerate(zip(names, order.num_windows.tolist(), strict=True)):
         row = [name, f"{size * seq_len:,}"]
-        for stage, share in enumerate(shares):
+        for blend, share in enumerate(shares):
             row.append(f"{float(share[number]):.3%}" if share[number] else "-")
             if several:
-                row.append(f"{times((taken[stage + 1] - taken[stage])[number] / size)}")
+                row.append(f"{times((taken[blend + 1] - taken[blend])[number] / size)}")
         row += [f"{taken[-1][number] * seq_len:,}", f"{times(taken[-1][number] / size)}"]
         cap = mixture.caps[number]
         rows.append([*row, "-" if cap is None else f"{float(cap):g}"])

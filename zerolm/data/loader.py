@@ -1,8 +1,8 @@
 """Loads micro-batches for training and validation. Independent of the training loop.
 
-`TokenStream` is one rank's training data from a position on; `ValidationStream` is the fixed set of
-validation windows. `make_loader` reads either of them, in this process or through loader workers,
-and `prefetch_to_device` copies its batches to the device one micro-batch ahead.
+`TokenStream` is one shard of the training data from a position on; `ValidationStream` is the fixed
+set of validation windows. `make_loader` reads either of them, in this process or through loader
+workers, and `prefetch_to_device` copies its batches to the device one micro-batch ahead.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from zerolm.common.errors import ShardReadError, ZerolmError
 from zerolm.common.values import split_evenly
 from zerolm.config.settings import CONCAT
 from zerolm.data import skips
-from zerolm.data.order import Order, Stage
+from zerolm.data.order import Blend, Order
 from zerolm.data.skips import SkippedRanges
 from zerolm.data.window_stream import READ_BYTES, Batch, Rows, Tokens, WindowStream
 from zerolm.shards.reader import Source
@@ -31,24 +31,24 @@ PARENT_CHECK_SECONDS = 2.0
 
 
 class TokenStream(WindowStream):
-    """One rank's training data: its share of an endless order, from one position to another.
+    """A shard of the training data: its share of an endless order, from one position to another.
 
-    A position is the total number of sequences that all ranks have consumed. The global batch that
+    A position is the total number of sequences that all shards have yielded. The global batch that
     starts at position p consists of sequence numbers p to p + batch_schedule(p); micro-step a of
-    rank r starts at p + (a * world_size + r) * micro_batch_size. If ranges of the order are
+    shard s starts at p + (a * num_shards + s) * micro_batch_size. If ranges of the order are
     skipped, these numbers count the remaining sequences only.
 
     Args:
         seq_len: number of tokens in a row (T).
         batch_schedule: function from a position to the number of sequences in the global batch that
-            starts there, a multiple of micro_batch_size * world_size. Must be a pure function,
+            starts there, a multiple of micro_batch_size * num_shards. Must be a pure function,
             since it is called ahead of time.
         micro_batch_size: number of rows in a micro-batch (M).
         position: start of the first global batch.
         end_position: no global batch starts at or after this position.
         document_mask, packing: see `WindowStream`.
         skipped_windows: ranges [start, end) of sequence numbers to skip, see `zerolm.data.skips`.
-        stages, group: later weight stages and window grouping, see `zerolm.data.order.Order`.
+        blends, group: later blends and window grouping, see `zerolm.data.order.Order`.
     """
 
     reads_all_data = True
@@ -62,38 +62,38 @@ class TokenStream(WindowStream):
         seed: int,
         batch_schedule: Callable[[int], int],
         micro_batch_size: int,
-        rank: int,
-        world_size: int,
+        shard: int,
+        num_shards: int,
         position: int,
         end_position: int,
         document_mask: bool = False,
         packing: str = CONCAT,
         skipped_windows: SkippedRanges = (),
-        stages: Sequence[Stage] = (),
+        blends: Sequence[Blend] = (),
         group: int = 1,
     ):
         super().__init__(
             sources,
             seq_len=seq_len,
             micro_batch_size=micro_batch_size,
-            rank=rank,
-            world_size=world_size,
+            shard=shard,
+            num_shards=num_shards,
             document_mask=document_mask,
             packing=packing,
         )
         sizes = self.reader.num_windows.tolist()
-        self.order = Order(sizes, weights, seed, stages=stages, group=group)
+        self.order = Order(sizes, weights, seed, blends=blends, group=group)
         self.batch_schedule = batch_schedule
         self.position, self.end_position = position, end_position
         self.skipped_windows = skipped_windows
 
     def micro_batch_starts(self) -> Iterator[int]:
-        step = self.micro_batch_size * self.world_size
+        step = self.micro_batch_size * self.num_shards
         position = self.position
         while position < self.end_position:
             size = self.batch_schedule(position)
             assert size > 0 and size % step == 0, f"global batch {size} is not a multiple of {step}"
-            first = position + self.rank * self.micro_batch_size
+            first = position + self.shard * self.micro_batch_size
             yield from range(first, first + size, step)
             position += size
 
@@ -105,9 +105,9 @@ class TokenStream(WindowStream):
 
 
 class ValidationStream(WindowStream):
-    """The validation data: the first windows of each source, the same for any number of ranks.
+    """The validation data: the first windows of each source, the same for any number of shards.
 
-    Every rank yields the same number of micro-batches. The last micro-batches are padded with
+    Every shard yields the same number of micro-batches. The last micro-batches are padded with
     copies of the last row, with sequence id -1 and all targets -100.
 
     Args:
@@ -123,8 +123,8 @@ class ValidationStream(WindowStream):
         seq_len: int,
         num_sequences: int,
         micro_batch_size: int,
-        rank: int,
-        world_size: int,
+        shard: int,
+        num_shards: int,
         document_mask: bool = False,
         packing: str = CONCAT,
     ):
@@ -132,8 +132,8 @@ class ValidationStream(WindowStream):
             sources,
             seq_len=seq_len,
             micro_batch_size=micro_batch_size,
-            rank=rank,
-            world_size=world_size,
+            shard=shard,
+            num_shards=num_shards,
             document_mask=document_mask,
             packing=packing,
         )
@@ -143,9 +143,9 @@ class ValidationStream(WindowStream):
         self.num_sequences = int(self._ends[-1])
 
     def micro_batch_starts(self) -> Iterator[int]:
-        step = self.micro_batch_size * self.world_size
+        step = self.micro_batch_size * self.num_shards
         for first in range(0, self.num_sequences, step):
-            yield first + self.rank * self.micro_batch_size
+            yield first + self.shard * self.micro_batch_size
 
     def find_rows(self, sequence_ids: np.ndarray) -> Rows:
         real = np.minimum(sequence_ids, self.num_sequences - 1)

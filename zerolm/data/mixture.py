@@ -1,11 +1,11 @@
-"""The mixture of a run's sources: stages of weights, and caps on epochs. Pure.
+"""The mixture of a run's sources: blends, and caps on epochs. Pure.
 
-A mixture is built from the user's settings. Of its fields, only the stages and the group size
+A mixture is built from the user's settings. Of its fields, only the blends and the group size
 determine the order of the data. The mixture does not depend on the batch size, the ranks or the
 length of the run.
 
 With `--over_max_epochs redistribute`, a source is dropped before one more of its windows could
-exceed its cap, and the others share its weight. This starts a new stage like any other.
+exceed its cap, and the others share its weight. This starts a new blend like any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_number, shown
 from zerolm.config.settings import BEST_FIT, REDISTRIBUTE, Settings
-from zerolm.data.order import Order, Stage
+from zerolm.data.order import Blend, Order
 from zerolm.data.quotas import MAX_SEQUENCES, block_size, counts_at_end, exact_shares
 
 TEMPERATURE_DIGITS = 12  # to which weights are rounded, so they are the same on every machine
@@ -31,22 +31,22 @@ class Mixture:
     """The weights and caps of a run's sources.
 
     Attributes:
-        stages: stages in ascending order; the first one starts at 0.
+        blends: blends in ascending order; the first one starts at 0.
         caps: maximum number of epochs over each source in a run; None for no limit.
         supply: number of sequences available within the caps, if sources are dropped at their caps;
             None for no limit.
         group: number of consecutive windows that are read one after another, see `Order`.
     """
 
-    stages: list[Stage]
+    blends: list[Blend]
     caps: list[Fraction | None]
     supply: int | None = None
     group: int = 1
 
     def order(self, num_windows: Sequence[int], seed: int) -> Order:
         """Return the order of the sources' sequences for a seed."""
-        first, *later = self.stages
-        return Order(num_windows, first.weights, seed, stages=later, group=self.group)
+        first, *later = self.blends
+        return Order(num_windows, first.weights, seed, blends=later, group=self.group)
 
 
 def group_size(settings: Settings) -> int:
@@ -72,11 +72,11 @@ def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[f
 
 
 def redistribute(
-    stages: Sequence[Stage], caps: Sequence[Fraction | None], num_windows: Sequence[int]
+    blends: Sequence[Blend], caps: Sequence[Fraction | None], num_windows: Sequence[int]
 ) -> Mixture:
-    """Split each stage where a source reaches its cap, and drop the source from then on.
+    """Split each blend where a source reaches its cap, and drop the source from then on.
 
-    Of n sequences in a stage, a source with share w provides fewer than n w + 1. So with n =
+    Of n sequences in a blend, a source with share w provides fewer than n w + 1. So with n =
     floor(r/w) it provides at most the r sequences that it has left, and at least r - 2. The order
     beyond the supply is undefined, since a run that needs more than the supply is refused.
     """
@@ -85,25 +85,25 @@ def redistribute(
     }
     left = most
     dropped: set[int] = set()
-    result: list[Stage] = []
-    for number, stage in enumerate(stages):
-        stop = stages[number + 1].start if number + 1 < len(stages) else MAX_SEQUENCES
-        start, consumed = stage.start, stage.consumed
+    result: list[Blend] = []
+    for number, blend in enumerate(blends):
+        stop = blends[number + 1].start if number + 1 < len(blends) else MAX_SEQUENCES
+        start, consumed = blend.start, blend.consumed
         if consumed is not None:
             left = {n: limit - consumed[n] for n, limit in most.items()}
             dropped = {n for n, rest in left.items() if rest <= 0}
         while start < stop:
-            weights = tuple(0.0 if n in dropped else w for n, w in enumerate(stage.weights))
+            weights = tuple(0.0 if n in dropped else w for n, w in enumerate(blend.weights))
             if not any(weights):
-                # A stage that starts at the supply ends the block before it, so no source exceeds
-                # its cap there. The stage itself is never read, since such a run is refused.
-                after = [Stage(start, stage.weights, consumed), *stages[number + 1 :]]
+                # A blend that starts at the supply ends the block before it, so no source exceeds
+                # its cap there. The blend itself is never read, since such a run is refused.
+                after = [Blend(start, blend.weights, consumed), *blends[number + 1 :]]
                 return Mixture([*result, *after], list(caps), start)
             shares = exact_shares(weights, allow_zero=True)
             lengths = {n: int(left[n] / shares[n]) for n in left if shares[n]}
             end = min([stop, *(start + length for length in lengths.values())])
             if end > start:
-                result.append(Stage(start, weights, consumed))
+                result.append(Blend(start, weights, consumed))
                 consumed = None
             used = counts_at_end(shares, end - start)
             left = {n: rest - used[n] for n, rest in left.items()}
@@ -112,14 +112,14 @@ def redistribute(
     return Mixture(result, list(caps))
 
 
-def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -> bool:
+def same_order_until(ours: Sequence[Blend], theirs: Sequence[Blend], end: int) -> bool:
     """Return whether two mixtures of the same sources have the same order before sequence `end`.
 
-    Stages that start at or after `end` may differ. If the last stage before `end` ends at different
+    Blends that start at or after `end` may differ. If the last blend before `end` ends at different
     numbers in the two mixtures, every block before `end` must be complete in both.
     """
-    started, other = ([stage for stage in each if stage.start < end] for each in (ours, theirs))
-    begins = [[(stage.start, stage.consumed) for stage in each] for each in (started, other)]
+    started, other = ([blend for blend in each if blend.start < end] for each in (ours, theirs))
+    begins = [[(blend.start, blend.consumed) for blend in each] for each in (started, other)]
     if begins[0] != begins[1]:
         return False
     if not started:
@@ -145,35 +145,35 @@ def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
     """Return the entry that describes a mixture in run.json."""
     return {
         "sources": list(names),
-        "stages": [stage_record(stage) for stage in mixture.stages],
+        "stages": [blend_record(blend) for blend in mixture.blends],
         "max_epochs": [None if cap is None else float(cap) for cap in mixture.caps],
     }
 
 
-def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
-    """Return the stages in an entry written by `record`."""
+def blends_from_record(blends: Sequence[Sequence[Any]]) -> list[Blend]:
+    """Return the blends in an entry written by `record`."""
     return [
-        Stage(int(start), tuple(weights), tuple(consumed[0]) if consumed else None)
-        for start, weights, *consumed in stages
+        Blend(int(start), tuple(weights), tuple(consumed[0]) if consumed else None)
+        for start, weights, *consumed in blends
     ]
 
 
-def stage_record(stage: Stage) -> list[Any]:
-    """Return a stage as a JSON value, which includes `consumed` only if it is set."""
-    start, weights, consumed = stage
+def blend_record(blend: Blend) -> list[Any]:
+    """Return a blend as a JSON value, which includes `consumed` only if it is set."""
+    start, weights, consumed = blend
     return [start, list(weights), *([] if consumed is None else [list(consumed)])]
 
 
-def stage_shares(stage: Stage, names: Sequence[str]) -> dict[str, float]:
-    """Return {name: share} for the sources that a stage uses."""
-    exact = exact_shares(stage.weights, allow_zero=True)
+def blend_shares(blend: Blend, names: Sequence[str]) -> dict[str, float]:
+    """Return {name: share} for the sources that a blend uses."""
+    exact = exact_shares(blend.weights, allow_zero=True)
     return {name: float(share) for name, share in zip(names, exact, strict=True) if share}
 
 
-def describe_stages(stages: Sequence[Stage]) -> str:
-    """Describe stages in one line, for messages."""
+def describe_blends(blends: Sequence[Blend]) -> str:
+    """Describe blends in one line, for messages."""
     return "; ".join(
-        f"{shown(list(stage.weights))} from sequence {stage.start}" for stage in stages
+        f"{shown(list(blend.weights))} from sequence {blend.start}" for blend in blends
     )
 
 
@@ -192,7 +192,7 @@ def resolve_mixture(
 
     Args:
         settings: settings whose `seq_len` is set.
-        weights: weights in the first stage; 0 for sources that only a later stage uses.
+        weights: weights in the first blend; 0 for sources that only a later blend uses.
         find: function from a source's name to its index.
         num_windows: number of windows in each source, at least 1.
     """
@@ -201,12 +201,12 @@ def resolve_mixture(
             f"{settings.where('data')}: every weight is 0, but a run starts with these weights. "
             "Give at least one source a weight."
         )
-    stages = [Stage(0, tuple(weights)), *_parse_stages(settings, len(weights), find, problems)]
-    is_valid = len(stages) == 1 + len(settings.data_stage)  # an invalid one may use the source
+    blends = [Blend(0, tuple(weights)), *_parse_blends(settings, len(weights), find, problems)]
+    is_valid = len(blends) == 1 + len(settings.data_stage)  # an invalid one may use the source
     for number in range(len(weights)):
-        if is_valid and not any(stage.weights[number] for stage in stages):
+        if is_valid and not any(blend.weights[number] for blend in blends):
             problems.append(
-                f"{settings.where('data')}: {settings.data[number]} has no weight in any stage. "
+                f"{settings.where('data')}: {settings.data[number]} has no weight in any blend. "
                 "List it in a --data_stage, or remove the source."
             )
     caps = _parse_caps(settings, len(weights), find, problems)
@@ -217,9 +217,9 @@ def resolve_mixture(
                 f"sequences of {spec}. Raise it, or remove the source."
             )
     problems += _group_problems(settings)
-    mixture = Mixture(stages, caps)
+    mixture = Mixture(blends, caps)
     if settings.over_max_epochs == REDISTRIBUTE and not problems:
-        mixture = redistribute(stages, caps, num_windows)
+        mixture = redistribute(blends, caps, num_windows)
     return replace(mixture, group=group_size(settings))
 
 
@@ -239,31 +239,31 @@ def _group_problems(settings: Settings) -> list[str]:
     return problems
 
 
-def _parse_stages(
+def _parse_blends(
     settings: Settings, num_sources: int, find: FindSource, problems: list[str]
-) -> list[Stage]:
+) -> list[Blend]:
     where, seq_len = settings.where("data_stage"), settings.seq_len
     assert seq_len is not None
-    stages: list[Stage] = []
+    blends: list[Blend] = []
     for spec in settings.data_stage:
-        tokens, weights, consumed = _parse_stage(spec, num_sources, find, where, problems)
+        tokens, weights, consumed = _parse_blend(spec, num_sources, find, where, problems)
         if weights is None:
             continue
         start = -(-tokens // seq_len)
-        if stages and start <= stages[-1].start:
+        if blends and start <= blends[-1].start:
             problems.append(
-                f"{where}: {spec} does not start after the previous stage. Give stages in "
+                f"{where}: {spec} does not start after the previous blend. Give blends in "
                 f"ascending order of their tokens, at least one sequence apart."
             )
             continue
-        stages.append(Stage(start, tuple(weights), consumed))
-    return stages
+        blends.append(Blend(start, tuple(weights), consumed))
+    return blends
 
 
-def _parse_stage(
+def _parse_blend(
     spec: str, num_sources: int, find: FindSource, where: str, problems: list[str]
 ) -> tuple[int, list[float] | None, tuple[int, ...] | None]:
-    """Parse a stage such as `2B:web=0.3,code=0.7` into (tokens, weights, consumed windows).
+    """Parse a blend such as `2B:web=0.3,code=0.7` into (tokens, weights, consumed windows).
 
     The weights are None if they are invalid. `web=0.3@120` records 120 consumed windows of web; a
     branch with a longer sequence length writes this form.
@@ -275,7 +275,7 @@ def _parse_stage(
         tokens = -1
     if not (colon and rest and isinstance(tokens, int) and tokens > 0):
         problems.append(
-            f"{where}: {spec} must be the number of tokens at which the stage starts, above 0, "
+            f"{where}: {spec} must be the number of tokens at which the blend starts, above 0, "
             f"and its weights. Write for example 2B:web=0.3,code=0.7."
         )
         return 0, None, None

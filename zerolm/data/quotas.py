@@ -1,4 +1,4 @@
-"""Assigns the sequences of a stage to sources: exact shares, mixing blocks and their quotas. Pure.
+"""Assigns the sequences of a blend to sources: exact shares, mixing blocks and their quotas. Pure.
 
 `Order` explains the arithmetic. This determines the order of the data, which must never change.
 """
@@ -24,18 +24,18 @@ MAX_DENOMINATOR, MAX_DISTANCE = 1 << 61, 1 << 31
 
 
 class StageMixer:
-    """Assigns a stage's sequences to sources, in mixing blocks.
+    """Assigns a blend's sequences to sources, in mixing blocks.
 
     Args:
-        shares: exact share of each source; 0 for sources that the stage does not use.
+        shares: exact share of each source; 0 for sources that the blend does not use.
         block: minimum size of a mixing block.
-        key: distinguishes stages in the permutation of slots.
-        before: number of sequences from each source in earlier stages, (S,) int64.
-        start: sequence number at which the stage starts.
-        stop: sequence number at which the stage ends; by default it never ends.
+        key: distinguishes blends in the permutation of slots.
+        before: number of sequences from each source in earlier blends, (S,) int64.
+        start: sequence number at which the blend starts.
+        stop: sequence number at which the blend ends; by default it never ends.
 
     Attributes:
-        at_end: number of sequences from each source up to the end of the stage, (S,) int64.
+        at_end: number of sequences from each source up to the end of the blend, (S,) int64.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class StageMixer:
 def counts_at_end(
     shares: Sequence[Fraction], length: int, block: int = BLOCK_SEQUENCES
 ) -> list[int]:
-    """Return the number of sequences from each source in a complete stage.
+    """Return the number of sequences from each source in a complete blend.
 
     These are the differences of floor(`length` * cumulative share). If a source would get a
     negative number of sequences in the last, shorter block, it gets none there, and the sources
     furthest above their share get one fewer.
 
     Args:
-        length: number of sequences in the stage.
+        length: number of sequences in the blend.
         block: minimum size of a mixing block, as in `Order`.
     """
     block = block_size(shares, block)

@@ -17,13 +17,14 @@ from zerolm.data.order import num_windows
 from zerolm.data.packing import open_packing
 from zerolm.data.quotas import exact_shares
 from zerolm.shards.manifest import MANIFEST
+from zerolm.shards.overlap import Contents
 from zerolm.shards.reader import Source, open_source
 
 COLON_WEIGHT = re.compile(r"(.+):([0-9.]+)")  # other programs' syntax for a source's weight
 
 
 class Sources(NamedTuple):
-    """A run's opened sources, and the weights of the training sources in the first stage."""
+    """A run's opened sources, and the weights of the training sources in the first blend."""
 
     training: list[Source]
     weights: list[float]
@@ -36,8 +37,8 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
     Weights that are not given are the token counts to the power of 1 / `--mixture_temperature`.
     """
     specs = _parse_data(settings, problems)
-    training = _open("data", [path for path, _ in specs], problems)
-    validation = _open("val_data", settings.val_data, problems)
+    training = _open("data", specs, problems)
+    validation = _open("val_data", [(path, None) for path in settings.val_data], problems)
     return Sources(training, _weights(settings, specs, training, problems), validation)
 
 
@@ -46,24 +47,25 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
     where = settings.where("data")
     specs: list[tuple[str, float | None]] = []
     for spec in settings.data:
-        path: str
-        weight: float | None
         colon = COLON_WEIGHT.fullmatch(spec)
         if colon and not Path(spec).exists() and Path(colon[1]).is_dir():
             problems.append(
                 f"{where}: {spec}: a weight follows an equals sign. Write {colon[1]}={colon[2]}."
             )
             continue
-        try:
-            path, weight = split_weight(spec)
-        except ValueError:
-            path, weight = spec, None  # the "=" may be part of the path
-            if not is_url(spec) and not Path(spec).exists():
+        path, weight = split_weight(spec)
+        before, equals, _ = spec.rpartition("=")
+        if equals and weight is None and not is_url(spec):
+            if not Path(spec).exists():
                 problems.append(
-                    f"{where}: {spec}: its weight is not a number. Write for example "
-                    f"{spec.rpartition('=')[0]}=0.7."
+                    f"{where}: {spec}: its weight is not a number. Write for example {before}=0.7."
                 )
                 continue
+            if Path(before).exists() and not spec.endswith("/"):
+                problems.append(
+                    f"{where}: {spec}: {before} exists, too. Write {spec}/ for this directory, or "
+                    f"{before}/={spec[len(before) + 1 :]} for a weight."
+                )
         if weight is not None and (weight < 0 or (weight == 0 and not settings.data_stage)):
             problems.append(
                 f"{where}: {spec}: a weight must be above 0. Correct it, or remove the source."
@@ -72,13 +74,17 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
     return specs
 
 
-def _open(flag: str, paths: Sequence[str], problems: list[str]) -> list[Source]:
+def _open(
+    flag: str, specs: Sequence[tuple[str, float | None]], problems: list[str]
+) -> list[Source]:
     sources = []
-    for path in paths:
+    for path, weight in specs:
         try:
             sources.append(open_source(path))
         except ShardError as error:
-            problems += [f"{problem} (--{flag})" for problem in error.problems]
+            has_weight = is_url(path) and weight is not None
+            hint = "; a name with an equals sign must end with /" if has_weight else ""
+            problems += [f"{problem} (--{flag}{hint})" for problem in error.problems]
     return sources
 
 
@@ -167,10 +173,37 @@ def source_problems(
                 f"--{other_flag} {other.directory}: {why}. Remove one of them."
             )
         seen.setdefault(source.fingerprint, (flag, source))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        problems += overlap_problems(sources, settings)
     return problems
 
 
+def overlap_problems(sources: Sources, settings: Settings, *, if_equal: bool = False) -> list[str]:
+    """Return a problem for each pair of sources in which validation documents are trained on.
+
+    Args:
+        if_equal: also for pairs with the same tokens, which `source_problems` reports.
+    """
+    training = [Contents(source) for source in sources.training]
+    return [
+        f"{settings.where('val_data')}: {held_out.source.directory} has documents of "
+        f"{shared} that --data {each.source.directory} has too, so they "
+        "would not be held out. Tokenize both parts by one command (--val_fraction with "
+        "--val_output), or take both from one `zerolm data split`."
+        for held_out in map(Contents, sources.validation)
+        for each in training
+        if (if_equal or each.source.fingerprint != held_out.source.fingerprint)
+        and (shared := each.shared_input(held_out)) is not None
+    ]
+
+
 def _tokenizer_problems(source: Source, first: Source) -> list[str]:
+    if source.bos_id != first.bos_id:
+        return [
+            f"{source.directory / MANIFEST}: bos_id: {source.bos_id} must equal that of "
+            f"{first.directory}, {first.bos_id}: documents must begin alike. Tokenize both with "
+            "--bos, or both without."
+        ]
     ours, theirs = (each.head["tokenizer"]["fingerprint"] for each in (source, first))
     if ours == theirs:
         return []

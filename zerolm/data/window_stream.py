@@ -92,12 +92,12 @@ class WindowStream(IterableDataset):
         *,
         seq_len: int,
         micro_batch_size: int,
-        rank: int,
-        world_size: int,
+        shard: int,
+        num_shards: int,
         document_mask: bool,
         packing: str = CONCAT,
     ):
-        assert 0 <= rank < world_size
+        assert 0 <= shard < num_shards
         self.packed = packing == BEST_FIT
         self.reader: WindowReader | PackedReader = (
             PackedReader(sources, [open_packing(source, seq_len) for source in sources])
@@ -105,12 +105,12 @@ class WindowStream(IterableDataset):
             else WindowReader(sources, seq_len)
         )
         self.micro_batch_size = micro_batch_size
-        self.rank, self.world_size = rank, world_size
+        self.shard, self.num_shards = shard, num_shards
         self.document_mask = document_mask
         self.traffic: Counter[str] = Counter()  # of this process and its workers with stores
 
     def micro_batch_starts(self) -> Iterator[int]:
-        """Yield the first sequence number of each of this rank's micro-batches."""
+        """Yield the first sequence number of each of this shard's micro-batches."""
         raise NotImplementedError
 
     def find_rows(self, sequence_ids: np.ndarray) -> Rows:
@@ -147,7 +147,8 @@ class WindowStream(IterableDataset):
         if self.reads_all_data:
             reader.start_mirror()
             worker = get_worker_info()
-            if self.rank == 0 and (worker is None or worker.id == 0):  # in one process of the run
+            # In one process for each rank that reads this shard: with tensor parallelism, several.
+            if self.shard == 0 and (worker is None or worker.id == 0):
                 reader.check_sizes()
         waiting: deque[tuple[Located, list[Any]]] = deque()
         num_requests = 0

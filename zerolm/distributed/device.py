@@ -8,12 +8,14 @@ import logging
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from zerolm.common.errors import ConfigError
+from zerolm.engine.deepspeed_launcher import accelerator_kind
 
 CPU = "cpu"  # kind of a rank's device if it has no accelerator; also a value of --hardware
 ABSENT = "absent"  # kind of a device that was requested but is not in this machine
@@ -71,6 +73,8 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
                 "install a CUDA driver and a CUDA build of torch."
             )
             return NO_DEVICE
+    if "deepspeed" not in sys.modules and accelerator_kind(environment) == CPU:
+        return this_cpu()
     logging.disable(logging.WARNING)  # DeepSpeed warns about a CPU, but the plan states it anyway
     try:
         from deepspeed.accelerator import get_accelerator

@@ -1,18 +1,39 @@
-"""The parallel layout: which ranks share a sequence, and what each of these ranks processes.
+"""The parallel layout: the axes on which ranks differ, and what each rank has and counts.
 
-    replica    the ranks that share one sequence of the batch; replicas train on other sequences
     tensor     inside a replica each rank has a slice of every large matrix, and all of the sequence
     sequence   inside a replica each rank has all weights, and a slice of the sequence
-    shards     ZeRO shards optimizer states over all ranks with the same weights, or over groups of
-               neighbours, each of which has a copy of all states
+    data       replicas, which train on other sequences; the ranks of one share each sequence
+    zero       ranks with the same matrices, over which ZeRO may divide weights and states
+    shards     the ranks on `zero` that together have one copy of the optimizer states
+    copies     the ranks on `zero` with the same shard of the states, one for each copy
+    experts    neighbouring ranks that together have all experts of a mixture, each its share
+    expert_copies  the ranks with the same experts, over which ZeRO divides the states of these
+    all        all ranks
 
 The ranks of a replica are consecutive: rank r is number r % size in replica r // size, as in
 DeepSpeed's own groups (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.19.8). Without
 tensor or sequence parallelism, a replica is one rank. Pure arithmetic;
-`zerolm.ds_config.parallel_rules` contains the rules for combinations.
+`zerolm.ds_config.topology` builds a run's layout, and `parallel_rules` beside it contains the rules
+for combinations.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A rank's place among the ranks that differ from it on one axis only.
+
+    Attributes:
+        size: number of these ranks.
+        index: the rank's index among them.
+        ranks: these ranks, in order.
+    """
+
+    size: int
+    index: int
+    ranks: range
 
 
 class Layout(NamedTuple):
@@ -23,6 +44,7 @@ class Layout(NamedTuple):
             are sharded.
         sequence: degree of sequence parallelism, the number of ranks over which a replica's
             sequences are sharded.
+        experts: number of ranks over which the experts of a mixture are divided.
         partitions_weights: whether weights are partitioned over ranks (ZeRO-3).
         shard_within: number of ranks in each group that together hold all optimizer states; 0: all
             ranks form one group.
@@ -33,16 +55,40 @@ class Layout(NamedTuple):
     sequence: int = 1
     partitions_weights: bool = False
     shard_within: int = 0
+    experts: int = 1
+
+    def axis(self, name: str, rank: int = 0) -> Axis:
+        """Return a rank's place on an axis."""
+        shards = self.shard_within or self.world_size // self.tensor
+        stride, size = {  # between neighbours; number of ranks
+            "tensor": (1, self.tensor),
+            "sequence": (1, self.sequence),
+            "data": (self.replica_size, self.world_size // self.replica_size),
+            "zero": (self.tensor, self.world_size // self.tensor),
+            "shards": (self.tensor, shards),
+            "copies": (self.tensor * shards, self.world_size // self.tensor // shards),
+            "experts": (1, self.experts),
+            "expert_copies": (self.experts, self.world_size // self.experts),
+            "all": (1, self.world_size),
+        }[name]
+        index = rank // stride % size
+        first = rank - index * stride
+        return Axis(size, index, range(first, first + size * stride, stride))
 
     @property
     def copies(self) -> int:
         """Number of groups that each hold a copy of all optimizer states."""
-        return self.world_size // self.shard_within if self.shard_within else 1
+        return self.axis("copies").size
 
     @property
     def shards(self) -> int:
         """Number of ranks over which ZeRO partitions one copy of the states."""
-        return self.world_size // self.tensor // self.copies
+        return self.axis("shards").size
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Number of ranks that together hold one copy of all optimizer states."""
+        return self.world_size // self.copies
 
     @property
     def replica_size(self) -> int:
@@ -52,7 +98,12 @@ class Layout(NamedTuple):
     @property
     def replicas(self) -> int:
         """Number of replicas among which the sequences of a batch are divided."""
-        return self.world_size // self.replica_size
+        return self.axis("data").size
+
+    @property
+    def forms(self) -> list[str]:
+        """The axes on which the ranks of a replica divide its work."""
+        return [name for name in ("tensor", "sequence") if self.axis(name).size > 1]
 
     @property
     def gradient_divisor(self) -> int:
@@ -64,38 +115,56 @@ class Layout(NamedTuple):
         """
         return self.world_size if self.partitions_weights else self.replicas
 
-    def replica_of(self, rank: int) -> int:
-        """Return the index of the replica that a rank belongs to."""
-        return rank // self.replica_size
+    def leads_replica(self, rank: int) -> bool:
+        """Return whether a rank is the first of its replica, whose sequences it counts."""
+        return rank % self.replica_size == 0
 
-    def rank_in_replica(self, rank: int) -> int:
-        """Return a rank's index within its replica."""
-        return rank % self.replica_size
+    def counts_losses(self, rank: int) -> bool:
+        """Return whether a rank's losses count towards the totals over all ranks.
 
-    def contributes(self, rank: int) -> bool:
-        """Return whether a rank's sums count towards the totals over all ranks.
-
-        The tensor-parallel ranks of a replica process the same tokens, so only the first rank's
-        sums count.
+        The tensor-parallel ranks of a replica compute the same losses, which count once.
         """
-        return self.tensor == 1 or self.rank_in_replica(rank) == 0
+        return self.axis("tensor", rank).index == 0
+
+    def counts_parameter(self, rank: int, is_divided: bool) -> bool:
+        """Return whether a rank's values of a parameter count towards the totals over all ranks.
+
+        Args:
+            is_divided: whether the parameter is divided over ranks, so that each counts its part.
+        """
+        return is_divided or self.axis("tensor", rank).index == 0
+
+    def weight_copies(self, divided_over: str | None, rank: int) -> Axis:
+        """Return a rank's place among the ranks that store the same values of a parameter.
+
+        Args:
+            divided_over: the axis over which the parameter is divided; None if it is complete.
+        """
+        copies = {None: "all", "tensor": "zero", "experts": "expert_copies"}
+        return self.axis(copies[divided_over], rank)
+
+    def weights_are_equal(self) -> bool:
+        """Return whether all ranks store the same weights, except for experts that are divided."""
+        return not self.partitions_weights and self.axis("zero").size == self.world_size
 
     def training_shard(self, rank: int) -> tuple[int, int]:
         """Return (index, number of shards) for a rank's share of the training sequences."""
-        return self.replica_of(rank), self.replicas
+        replicas = self.axis("data", rank)
+        return replicas.index, replicas.size
 
     def evaluation_shard(self, rank: int) -> tuple[int, int]:
         """Return (index, number of shards) for a rank's share of the evaluation sequences.
 
         Evaluation does not shard sequences: sequence-parallel ranks process different sequences.
         """
-        return self.training_shard(rank) if self.tensor > 1 else (rank, self.world_size)
+        complete = self.axis("zero", rank)
+        return complete.index, complete.size
 
     def describe(self) -> str:
         """Describe the layout for a line with the device count; "" for plain data parallelism."""
         if self.shard_within:
             return f"{self.copies} groups of {self.shards} with all optimizer states"
-        if self.replica_size == 1:
-            return ""
-        form, size = ("tensor", self.tensor) if self.tensor > 1 else ("sequence", self.sequence)
-        return f"{self.replicas} data parallel x {size} {form} parallel"
+        if self.experts > 1:
+            return f"{self.replicas} data parallel, experts divided over {self.experts} ranks each"
+        forms = "".join(f" x {self.axis(form).size} {form} parallel" for form in self.forms)
+        return f"{self.replicas} data parallel{forms}" if forms else ""

@@ -18,7 +18,7 @@ from zerolm.common import machine, processes
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError
 from zerolm.distributed import collectives, ranks
-from zerolm.engine import shared_memory
+from zerolm.engine import operators, shared_memory
 
 REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for process groups; rank 0 may first download a run to restore.
@@ -146,6 +146,7 @@ def init() -> tuple[int, int, Any]:
 
     accelerator = get_accelerator()
     _, local_rank, _ = environment_rank()
+    operators.guard_builds(collectives.print_safely if local_rank == 0 else lambda line: None)
     if "RANK" not in os.environ:  # plain `python pretrain.py`: a single rank
         port = os.environ.get("MASTER_PORT", str(machine.free_port()))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

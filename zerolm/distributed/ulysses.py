@@ -62,7 +62,7 @@ def shard_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
     assert "document_ids" not in batch, "preflight refuses it"
     length, remainder = divmod(batch["input_ids"].shape[1], layout.sequence)
     assert remainder == 0, "preflight refuses it"
-    first = layout.rank_in_replica(rank) * length
+    first = layout.axis("sequence", rank).index * length
     shard = {name: batch[name][:, first : first + length].contiguous() for name in PER_TOKEN_KEYS}
     positions = torch.arange(first, first + length, device=batch["input_ids"].device)
     shard["position_ids"] = positions.expand(len(batch["input_ids"]), length).contiguous()

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from zerolm.common.values import shown
-from zerolm.ds_config.precision import CPU_ADAM
 from zerolm.ds_config.profile import AUTO, Profile, block
 from zerolm.engine.config_keys import is_number
 
@@ -39,13 +38,6 @@ class Assertion(NamedTuple):
 def _scatters(profile: Profile) -> bool:
     default = not (profile.uses_muon and profile.zero_stage == 3)
     return profile.zero_stage in (2, 3) and profile.zero.get("reduce_scatter", default) is not False
-
-
-def _offloads_to_other(profile: Profile) -> bool:
-    """Return whether ZeRO-3 offloads an optimizer other than DeepSpeed's CPU Adam."""
-    is_cpu_adam = profile.optimizer.kind in CPU_ADAM
-    is_cpu_adam = is_cpu_adam and not profile.optimizer.params.get("torch_adam")
-    return profile.zero_stage == 3 and profile.optimizer_offload != "none" and not is_cpu_adam
 
 
 def _is(kind: str, accepts: Callable[[Any], bool]) -> Callable[[Profile, Any], bool]:
@@ -90,12 +82,6 @@ ASSERTIONS = (
         "zero_optimization.legacy_stage1", lambda profile, value: value is True,
         "selects the old stage 1, which DeepSpeed has removed", "Remove the key",
         "engine.py: The deprecated version of ZeRO Stage 1 is not supported",
-    ),
-    Assertion(
-        "zero_optimization.offload_optimizer.ratio",
-        lambda profile, value: is_number(value) and value != 1 and _offloads_to_other(profile),
-        "needs Adam or AdamW without torch_adam at stage 3", "Remove the key",
-        "zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam",
     ),
     Assertion(
         "torch_autocast.lower_precision_safe_modules",

@@ -4,12 +4,13 @@ In DeepSpeed, a module whose weights are gathered all at once is called a leaf m
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from zerolm.common.values import shown
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.engine.reduction_choice import separate_calls_pay
 
-# Keys of zero_optimization that define leaf modules explicitly.
-LEAF_KEYS = ("leaf_module", "stage3_module_granularity_threshold")
+LEAF_KEY = "leaf_module"  # of zero_optimization: defines leaf modules explicitly
 
 
 def gathers_blocks(
@@ -31,14 +32,35 @@ def gathers_blocks(
     """
     if compiled or profile.zero_stage != 3:
         return profile.zero_stage == 3
-    if (
-        not block
-        or profile.param_offload != "none"
-        or any(profile.zero.get(key) for key in LEAF_KEYS)
-    ):
+    if not block or profile.param_offload != "none" or profile.zero.get(LEAF_KEY):
         return False
     sizes = _gathered_sizes(profile, block, hidden_size)
     return not separate_calls_pay(profile.weight_bytes * sum(sizes), len(sizes), ranks)
+
+
+def leaf_problems(profile: Profile, model: Any) -> list[str]:
+    """Refuse leaf modules that contain the input embeddings.
+
+    DeepSpeed gathers a leaf module for the backward pass by hooks on its inputs. Token ids have no
+    gradient, so it would compute with weights that are not there.
+
+    Args:
+        model: on the meta device. It is marked.
+    """
+    if profile.zero_stage != 3 or not profile.zero.get(LEAF_KEY):
+        return []
+    from zerolm.engine.zero3_hooks import mark_leaf_modules
+
+    leaves = profile.zero[LEAF_KEY]
+    table = model.get_input_embeddings()
+    for module in mark_leaf_modules(model, leaves):
+        if module is not table and any(each is table for each in module.modules()):
+            return [
+                f"{profile.name}: zero_optimization.{LEAF_KEY}: {shown(leaves)} makes "
+                f"{type(module).__name__} a leaf module, but DeepSpeed cannot gather one with "
+                f"the input embeddings in the backward pass. Choose blocks or parts of them."
+            ]
+    return []
 
 
 def persistence_threshold(hidden_size: int) -> int:

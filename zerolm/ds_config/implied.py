@@ -17,6 +17,7 @@ DEEPSPEED_SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
+RANGE_TEST_RATE = 1e-3  # DeepSpeed's default of lr_range_test_min_lr
 WARMUP_STEPS = "warmup_num_steps"
 _STEP_KEYS = {"warmup_tokens": WARMUP_STEPS, "total_tokens": "total_num_steps"}
 
@@ -85,7 +86,11 @@ def _implied_schedule(profile: Profile) -> dict[str, Implied]:
         return {}
     if kind not in DEEPSPEED_SCHEDULES:
         names = ("schedule", "min_learning_rate", "warmup_tokens")
-        return {name: Implied(None, "scheduler.type", kind) for name in names}
+        implied = {name: Implied(None, "scheduler.type", kind) for name in names}
+        key = "cycle_max_lr" if kind == "OneCycle" else "lr_range_test_min_lr"
+        if is_number(rate := params.get(key, RANGE_TEST_RATE)):
+            implied["learning_rate"] = Implied(float(rate), f"scheduler.params.{key}")
+        return implied
     implied = {
         "schedule": Implied(
             DEEPSPEED_SCHEDULES[kind], "scheduler.type", f"{kind} ({DEEPSPEED_SCHEDULES[kind]})"
@@ -93,6 +98,9 @@ def _implied_schedule(profile: Profile) -> dict[str, Implied]:
     }
     if is_number(peak := params.get("warmup_max_lr")):
         implied["learning_rate"] = Implied(float(peak), "scheduler.params.warmup_max_lr")
+    if kind == "WarmupCosineLR" and is_number(ratio := params.get("cos_min_ratio")):
+        key = "scheduler.params.cos_min_ratio"
+        implied["min_learning_rate"] = Implied(None, key, shown(ratio))
     if kind == "WarmupDecayLR":
         low = params.get("warmup_min_lr", 0.0)
         value = float(low) if is_number(low) else 0.0

@@ -78,8 +78,28 @@ def takes_betas(profile: Profile) -> bool:
     return custom.takes_betas(optimizer_name)
 
 
+def cycles_betas(profile: Profile) -> bool:
+    """Return whether the scheduler sets the optimizer's betas, as DeepSpeed's OneCycle does."""
+    return (
+        profile.scheduler == "OneCycle"
+        and profile.scheduler_params.get("cycle_momentum", True) is not False
+        and takes_betas(profile)
+        and not profile.uses_muon  # DeepSpeed looks for betas in the optimizer's defaults
+    )
+
+
 def beta_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse explicit `--beta1` and `--beta2` flags for an optimizer without betas."""
+    """Refuse explicit `--beta1` and `--beta2` flags for an optimizer without betas, or with a
+    scheduler that sets them.
+    """
+    if cycles_betas(profile):
+        return [
+            f"{settings.where(flag)}: {getattr(settings, flag)}, but OneCycle sets the betas in "
+            f"each step ({profile.name}: scheduler.params.cycle_momentum, true by default). Remove "
+            f"the flag, or set the key to false."
+            for flag in ("beta1", "beta2")
+            if flag in settings.explicit
+        ]
     if takes_betas(profile):
         return []
     return [
@@ -205,21 +225,12 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
 
 
 def _trial_problems(profile: Profile) -> list[str]:
-    """Check that a user's own optimizer updates a small matrix and its shards in the same way."""
-    from zerolm.optim import custom
+    """Try out whether a user's own optimizer has the same curve on shards, and when resumed."""
+    from zerolm.optim import trial
 
     name = profile.optimizer.name
-    try:
-        if custom.is_elementwise(name, profile.optimizer.params):
-            return []
-    except Exception as error:  # the user's code may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        return [f"optimizer.type: {name} fails on a small matrix ({reason}). Correct it."]
-    return [
-        f"optimizer.type: {name} updates shards of a matrix differently from the full matrix, but "
-        f"ZeRO passes flat shards, so the loss curve would depend on the world size. Make its "
-        f"arithmetic elementwise, or use AdamW, Muon or Lion."
-    ]
+    problem = trial.trial_problem(name, profile.optimizer.params, profile.zero_stage)
+    return [f"optimizer.type: {name} {problem}."] if problem else []
 
 
 def _adam_param_problems(profile: Profile) -> list[str]:
@@ -291,6 +302,12 @@ def scheduler_problems(profile: Profile) -> list[str]:
         problems.append(
             f"scheduler.params.warmup_type: {shown(shape)} must be log or linear: for any other "
             "value, DeepSpeed uses log. Correct it."
+        )
+    if cycles_betas(profile) and profile.optimizer.params.get("betas", AUTO) != AUTO:
+        problems.append(
+            f"optimizer.params.betas: {shown(profile.optimizer.params['betas'])}, but OneCycle "
+            f"sets the betas in each step. Remove it, or set scheduler.params.cycle_momentum to "
+            f"false."
         )
     steps = params.get("warmup_num_steps", 1)
     if steps != AUTO and not (is_number(steps) and steps >= 0 and steps == int(steps)):

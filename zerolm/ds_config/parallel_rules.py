@@ -1,4 +1,5 @@
-"""Checks the options that a run combines with tensor or sequence parallelism.
+"""Checks the options that a run combines with tensor or sequence parallelism, or with groups of
+ranks (`--shard_within`).
 
 Each rule was found by running DeepSpeed or reading its source; DeepSpeed itself checks only a few
 of them. tests/end_to_end/test_parallel.py compares the loss curves of allowed combinations with
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.common.values import shown
 from zerolm.config.settings import SELECTIVE, Settings, flags_of
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile, is_degree
+from zerolm.ds_config.topology import KEYS, SEQUENCE_KEY, TENSOR_KEY, layout_of
+from zerolm.engine.reduction_choice import KEY as REDUCTION_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TENSOR_KEY, SEQUENCE_KEY = "tensor_parallel.autotp_size", "sequence_parallel_size"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 OPTIMIZERS = ("adam", "adamw")
 
@@ -119,24 +122,18 @@ def _shared_problems(profile: Profile, key: str) -> list[str]:
     return [f"{key}: not supported together with {what}, or remove {key}." for what in found]
 
 
-def parallel_key(profile: Profile, world_size: int) -> str | None:
+def parallel_key(layout: Layout) -> str | None:
     """Return the JSON key that enables tensor or sequence parallelism, or None for neither."""
-    layout = profile.layout(world_size)
-    if layout.replica_size == 1:
-        return None
-    return TENSOR_KEY if layout.tensor > 1 else SEQUENCE_KEY
+    return KEYS[layout.forms[0]] if layout.forms else None
 
 
-def model_problems(
-    settings: Settings, config: "PretrainedConfig", profile: Profile, world_size: int
-) -> list[str]:
-    """Find properties of the model, and flags, that the profile's parallelism does not support.
+def model_problems(settings: Settings, config: "PretrainedConfig", layout: Layout) -> list[str]:
+    """Find properties of the model, and flags, that the layout's parallelism does not support.
 
     Args:
-        profile: a profile in which `ds_problems` finds no problems.
+        layout: of a profile in which `ds_problems` finds no problems.
     """
-    layout, key = profile.layout(world_size), parallel_key(profile, world_size)
-    if key is None:
+    if (key := parallel_key(layout)) is None:
         return []
     name, size = f"{settings.deepspeed_config}: {key}", layout.replica_size
     if config.model_type not in MODEL_TYPES:
@@ -153,25 +150,20 @@ def model_problems(
         for what in divided
         if getattr(text, what) % size
     ]
-    if settings.compile:
-        found.append(f"{name}: not supported together with --compile. Remove one of them.")
     if settings.gradient_checkpointing == SELECTIVE:
         found.append(
             f"{settings.where('gradient_checkpointing')}: selective is not supported together with "
             f"{name}. Use full, or remove one of them."
         )
-    if layout.tensor > 1:
-        return found + _tensor_flags(settings, name)
-    return found + _sequence_flags(settings, config, name, size)
-
-
-def _tensor_flags(settings: Settings, name: str) -> list[str]:
-    return [
+    found += [
         f"{settings.where(flag)}: not supported together with {name}: {why}. Remove the flag"
         + (", or evaluate an export." if about["group"] == "evaluation" else ".")
         for flag, about in flags_of(settings).items()
-        if (why := about["no_tensor_parallel"]) and getattr(settings, flag)
+        if getattr(settings, flag)
+        for form in layout.forms
+        if (why := about["not_with"].get(form))
     ]
+    return found if layout.tensor > 1 else found + _sequence_flags(settings, config, name, size)
 
 
 def _sequence_flags(
@@ -182,13 +174,6 @@ def _sequence_flags(
         found.append(
             f"{name}: {size} must divide {settings.where('seq_len')} {settings.seq_len}. Change "
             f"one of them."
-        )
-    if settings.document_mask:
-        # ulysses_sp.py, uattn_wrapper: discards the mask and uses causal attention
-        found.append(
-            f"{settings.where('document_mask')}: true is not supported together with {name}: "
-            f"DeepSpeed's attention discards every mask, so tokens would attend across documents. "
-            f"Remove one of them."
         )
     if settings.attn_implementation in ("eager", "flex_attention", "varlen"):
         found.append(
@@ -202,5 +187,59 @@ def _sequence_flags(
             f"{name}: {size} is not supported for a model with sliding_window {window} "
             f"({settings.model_config}): DeepSpeed's attention discards every mask. Remove one of "
             f"them."
+        )
+    return found
+
+
+def group_problems(profile: Profile, settings: Settings, world_size: int) -> list[str]:
+    """Return why the profile or the number of ranks does not support `--shard_within`.
+
+    Only DeepSpeed's BF16_Optimizer (0.19.8) supports such groups: it accepts a process group, and
+    `OwnerReduction` sums its gradients.
+    """
+    size = settings.shard_within
+    if size is None or not profile.zero_stage:
+        return []
+    parallel = parallel_key(layout_of(settings, profile, world_size))
+    where = f"{settings.where('shard_within')}: {size}"
+    found = [f"{where} {why}, or remove the flag." for why in _group_reasons(profile, parallel)]
+    if world_size % size:
+        found.append(f"{where} does not divide the world size {world_size}. Change one of them.")
+    return found
+
+
+def _group_reasons(profile: Profile, parallel: str | None) -> list[str]:
+    """Return why the profile does not support groups, and what to change."""
+    if profile.zero_stage != 1:
+        return [
+            f"needs ZeRO stage 1, but {profile.name} has {profile.zero_stage}. Use "
+            f"ds_configs/zero1.json"
+        ]
+    beside = f"is not supported together with {profile.name}:"
+    if parallel:
+        return [f"{beside} {parallel}. Remove the key"]
+    found = [
+        f"{beside} zero_optimization.{name}: {device}. Remove the key"
+        for name, device in profile.offloads.items()
+        if device != "none"
+    ]
+    if profile.uses_muon:
+        found.append(f"{beside} Muon needs complete matrices. Use AdamW")
+    if profile.zero.get(REDUCTION_KEY) is True:
+        found.append(f"{beside} zero_optimization.{REDUCTION_KEY}: true. Remove the key")
+    for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if (profile.json.get(name) or default) != default:
+            found.append(f"{beside} {name}. Remove the key")
+    written = {
+        "the precision": profile.precision,
+        "data_types.grad_accum_dtype": profile.grad_accum_dtype or profile.precision,
+        "communication_data_type": profile.communication_dtype or profile.precision,
+    }
+    needed = dict(zip(written, ("bf16", "fp32", "fp32"), strict=True))
+    if written != needed:
+        shown = ", ".join(f"{name} {value}" for name, value in written.items())
+        found.append(
+            f"needs bf16 weights and gradients that are summed and sent in fp32, but "
+            f"{profile.name} has {shown}. Use ds_configs/zero1.json in bf16"
         )
     return found

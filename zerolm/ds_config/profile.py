@@ -14,7 +14,6 @@ from typing import Any
 
 from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
-from zerolm.distributed.layout import Layout
 from zerolm.ds_config import schema
 from zerolm.engine import reduction_choice
 from zerolm.engine.config_keys import AUTO, is_number
@@ -84,8 +83,6 @@ class Profile:
         accumulation: micro-batches per step; None if missing or "auto".
         overlap_comm: None if missing.
         buckets: buffer sizes, with DeepSpeed's defaults filled in.
-        shard_within: number of ranks in each group over which states are sharded
-            (`--shard_within`); 0: all ranks.
     """
 
     name: str
@@ -110,7 +107,6 @@ class Profile:
     accumulation: int | None
     overlap_comm: bool | None
     buckets: Buckets
-    shard_within: int = 0
 
     @classmethod
     def read(cls, path: str | Path) -> "Profile":
@@ -162,13 +158,6 @@ class Profile:
     def block(self, *path: str) -> Mapping[str, Any]:
         """Return a nested block of the JSON; empty if the block is missing or not an object."""
         return block(self.json, *path)
-
-    def layout(self, world_size: int) -> Layout:
-        """Return the rank layout: plain data parallelism if the degrees do not fit the ranks."""
-        tensor, sequence = self.tensor_parallel, self.sequence_parallel
-        if world_size % (tensor * sequence):
-            return Layout(world_size)
-        return Layout(world_size, tensor, sequence, self.zero_stage == 3, self.shard_within)
 
     @property
     def offloads(self) -> dict[str, str]:

@@ -6,7 +6,6 @@ in run.json.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from zerolm.common.errors import reason
@@ -14,7 +13,7 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.gathering import persistence_threshold, prefetch_bucket
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
-from zerolm.ds_config.optimizers import ADAM, takes_betas, uses_torch_adam
+from zerolm.ds_config.optimizers import ADAM, cycles_betas, takes_betas, uses_torch_adam
 from zerolm.ds_config.profile import AUTO, Profile, block, is_number
 
 ADAM_EPSILON = 1e-8
@@ -77,8 +76,7 @@ def resolve_profile(
     _resolve_optimizer(resolved, profile, settings)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
-    parsed = Profile.parse(_without_auto(resolved), profile.name)
-    return replace(parsed, shard_within=profile.shard_within)
+    return Profile.parse(_without_auto(resolved), profile.name)
 
 
 def deepspeed_problems(profile: Profile) -> list[str]:
@@ -125,6 +123,7 @@ def _resolve_zero(
 ) -> None:
     zero, stage = resolved.setdefault("zero_optimization", {}), profile.zero_stage
     zero["stage"] = stage  # DeepSpeed's default is stage 0
+    zero.pop(muon.IN_MEMORY, None)
     if profile.uses_muon and stage == 3:
         zero.setdefault("reduce_scatter", False)
     if hidden_size is None:
@@ -152,6 +151,8 @@ def _resolve_optimizer(resolved: dict[str, Any], profile: Profile, settings: Set
         "eps": ADAM_EPSILON,
         "weight_decay": settings.weight_decay,
     }
+    if cycles_betas(profile):
+        del values["betas"]
     for key, value in values.items():
         if params.get(key) == AUTO or (key not in params and key in filled_if_missing):
             params[key] = value

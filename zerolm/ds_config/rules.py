@@ -15,7 +15,7 @@ from zerolm.ds_config.construction import construction_problems
 from zerolm.ds_config.optimizers import optimizer_problems, scheduler_problems
 from zerolm.ds_config.parallel_rules import ds_problems as parallel_problems
 from zerolm.ds_config.precision import precision_problems
-from zerolm.ds_config.profile import Profile, block
+from zerolm.ds_config.profile import Profile, block, is_number
 
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")
 _MISSING = object()
@@ -38,6 +38,7 @@ class Refusal(NamedTuple):
 REFUSED_VALUES: dict[str, Callable[[Any], bool]] = {
     "true": lambda value: value is True,
     "false": lambda value: value is False,
+    "below 1": lambda value: is_number(value) and value < 1,
     '"sum"': lambda value: value == "sum",
     "any": lambda value: value not in (None, False, _MISSING),
     "any, also null": lambda value: value not in (False, _MISSING),
@@ -55,6 +56,43 @@ REFUSALS = (
         "zero_optimization.load_from_fp32_weights",
         "false",
         "a resume would start with weights rounded to 16 bits, which changes the loss curve",
+    ),
+    Refusal(
+        "zero_optimization.elastic_checkpoint",
+        "true",
+        "DeepSpeed cannot load the checkpoints that it writes with it",
+    ),
+    Refusal(
+        "zero_optimization.pipeline_loading_checkpoint",
+        "true",
+        "below stage 3 DeepSpeed loads no checkpoint with it, and at stage 3 one rank after "
+        "another",
+    ),
+    Refusal(
+        "zero_optimization.stage3_module_granularity_threshold",
+        "any",
+        "DeepSpeed fails in the backward pass with it; name the modules in leaf_module",
+    ),
+    Refusal(
+        "zero_optimization.round_robin_gradients",
+        "true",
+        "DeepSpeed then takes other values for the master weights of a parameter, so averages, "
+        "--qk_clip and --init_from would read or change the wrong ones",
+    ),
+    Refusal(
+        "zero_optimization.offload_optimizer.ratio",
+        "below 1",
+        "what stays on the device is updated by a second AdamW, which keeps its first learning "
+        "rate and whose moments are in no checkpoint",
+    ),
+    *(
+        Refusal(
+            f"zero_optimization.offload_optimizer.{key}",
+            "true",
+            "its loss curve on NVMe has not been compared with plain PyTorch's, and elsewhere it "
+            "does nothing",
+        )
+        for key in ("pipeline_read", "pipeline_write", "fast_init")
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload",
@@ -113,14 +151,14 @@ REFUSALS = (
         "enabled",
         "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "
         "(docs/experts.md)",
-        "Remove the block, and use ZeRO 3",
+        "Remove the block, and use --expert_parallel N, or ZeRO 3",
     ),
     Refusal(
         "data_efficiency",
         "enabled",
         "it works only through DeepSpeed's own data loader; the data order here depends only on "
         "--data and the seed",
-        "Remove the block, and use mixture stages (docs/data_order.md)",
+        "Remove the block, and use --data_stage (docs/data_order.md)",
     ),
     Refusal(
         "autotuning",

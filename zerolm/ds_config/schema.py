@@ -12,9 +12,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from zerolm.common.errors import did_you_mean
+from zerolm.common.remembered import recall
 from zerolm.common.values import shown
 from zerolm.engine.config_keys import (
     AUTO,
@@ -49,12 +50,17 @@ def read(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Args:
         written: the JSON as written, without comments.
     """
-    values, problems = dict(written), []
+    values = dict(written)
     if isinstance(zero := values.get("zero_optimization"), bool):  # runtime/zero/config.py
         size = {"allgather_bucket_size": values.pop("allgather_size", 500_000_000)}
         values["zero_optimization"] = {"stage": 1, **size} if zero else {"stage": 0}
     if not values:
         return {}, []
+    return recall("deepspeed-json", values, lambda: _read_keys(values), list, tuple)
+
+
+def _read_keys(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    problems = []
     types, removed = known_keys(), removed_keys("TOP_LEVEL")
     for key, value in values.items():
         if key in removed:
@@ -96,6 +102,9 @@ def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[An
             )
         elif key in fields:
             kind, path = fields[key].annotation, f"{where}.{key}"
+            if (alias := fields[key].alias) and alias not in value:
+                values[alias] = values.pop(key)
+                key = alias
             if inner != AUTO or (key_by_key and inner_model(kind)):
                 values[key], known[key] = _as_read(kind, inner, path, problems)
         elif not issubclass(model, OpenBlock):
@@ -111,11 +120,18 @@ def _type_problems(kind: Any, value: Any, where: str) -> list[str]:
         return [
             _problem(".".join([where, *map(str, found["loc"])]), found)
             for found in error.errors()
-            if (where, *found["loc"]) != ("zero_optimization", "stage")  # `rules` reports it
+            if where != "zero_optimization" or not _is_for_rules(found)
         ]
-    except (AttributeError, TypeError) as error:
+    except (AssertionError, AttributeError, TypeError) as error:
         return [f"{where}: is refused by DeepSpeed: {error}. Correct the block."]
     return []
+
+
+def _is_for_rules(found: Any) -> bool:
+    """Return whether `rules` reports a problem of `zero_optimization`, as it does with the stage
+    and with the combinations that the block's own validators check.
+    """
+    return found["loc"] == ("stage",) or isinstance(found["input"], BaseModel)
 
 
 def _problem(where: str, found: Any) -> str:

@@ -1,21 +1,47 @@
-"""Compares how a checkpoint and a run shard optimizer states across ranks.
+"""The topology of a run: the `Layout` of its ranks, and how it differs from a checkpoint's.
 
-Preflight reports the differences, loading a checkpoint checks them, and `zerolm.engine.reshard`
+Preflight reports the differences, loading a checkpoint checks them, and `zerolm.ds_files.reshard`
 reshards accordingly. Must not read files.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from zerolm.ds_config.parallel_rules import TENSOR_KEY
+from zerolm.config.settings import Settings
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile
-from zerolm.engine.partitions import SHARDS, num_shards
+from zerolm.ds_files.pieces import (
+    EXPERT_PARALLEL,
+    SHARDS,
+    TENSOR_PARALLEL,
+    num_shards,
+    tensor_degree,
+)
 
 # Keys of zero_optimization that change which rank stores a value, or in which order.
-SHARDING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
-TENSOR_PARALLEL = "tensor_parallel"
+SHARDING_KEYS = ("sub_group_size", "parameter_alignment")
+TENSOR_KEY, SEQUENCE_KEY = "tensor_parallel.autotp_size", "sequence_parallel_size"
+KEYS = {"tensor": TENSOR_KEY, "sequence": SEQUENCE_KEY}  # by axis of the layout
 # Optimizers whose momentum is of full matrices, not sharded like the weights.
 FULL_MATRIX_STATES = frozenset({"muon"})
+
+
+def layout_of(settings: Settings, profile: Profile, world_size: int) -> Layout:
+    """Return the layout of a run's ranks; what does not fit the ranks is left out, as `rules` and
+    `parallel_rules` refuse it.
+    """
+    tensor, sequence = profile.tensor_parallel, profile.sequence_parallel
+    if world_size % (tensor * sequence):
+        return Layout(world_size)
+    group = settings.shard_within or world_size
+    is_plain = tensor * sequence == 1
+    in_groups = is_plain and group < world_size and world_size % group == 0
+    experts = settings.expert_parallel or 1
+    divides = is_plain and not in_groups and world_size % experts == 0
+    return Layout(
+        world_size, tensor, sequence, profile.zero_stage == 3, group if in_groups else 0,
+        experts if divides else 1,
+    )  # fmt: skip
 
 
 def optimizer_kind(profile: Profile) -> str:
@@ -23,7 +49,7 @@ def optimizer_kind(profile: Profile) -> str:
     return f"{profile.optimizer.name}, offload {profile.optimizer_offload}"
 
 
-def sharding(profile: Profile) -> dict[str, Any]:
+def sharding(profile: Profile, layout: Layout) -> dict[str, Any]:
     """Return the other options that determine which rank stores a state, for the manifest.
 
     Args:
@@ -32,6 +58,7 @@ def sharding(profile: Profile) -> dict[str, Any]:
     degree = profile.tensor_parallel
     return {
         **({TENSOR_PARALLEL: degree} if degree > 1 else {}),
+        **({EXPERT_PARALLEL: layout.experts} if layout.experts > 1 else {}),
         **{key: profile.zero.get(key) for key in SHARDING_KEYS},
         # Under stage 1 with bf16, these select a different DeepSpeed optimizer class.
         "grad_accum_dtype": profile.grad_accum_dtype,
@@ -39,7 +66,7 @@ def sharding(profile: Profile) -> dict[str, Any]:
     }
 
 
-def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> list[str]:
+def changes(manifest: Mapping[str, Any], profile: Profile, layout: Layout) -> list[str]:
     """List how a checkpoint's sharding differs from this run's, each as `old -> new`.
 
     Args:
@@ -48,14 +75,14 @@ def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> l
     Returns:
         One line for each difference; empty if the checkpoint can be loaded without resharding.
     """
-    in_groups = SHARDS in manifest or profile.shard_within
-    what, ours = "shards" if in_groups else "world size", profile.shard_within or world_size
+    in_groups = SHARDS in manifest or layout.shard_within
+    what, ours = "shards" if in_groups else "world size", layout.shard_within or layout.world_size
     pairs = [
         (what, num_shards(manifest), ours),
         ("ZeRO stage", manifest["zero_stage"], profile.zero_stage),
         ("optimizer", manifest["optimizer"], optimizer_kind(profile)),
     ]
-    options = sharding(profile)
+    options = sharding(profile, layout)
     theirs = manifest.get("cut", options)  # absent in old checkpoints
     pairs += [(key, theirs.get(key), options.get(key)) for key in {**theirs, **options}]
     return [f"{what} {old} -> {new}" for what, old, new in pairs if old != new]
@@ -67,7 +94,7 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     Args:
         where: path of the manifest, for messages.
     """
-    saved_degree = manifest.get("cut", {}).get(TENSOR_PARALLEL, 1)
+    saved_degree = tensor_degree(manifest)
     if max(saved_degree, profile.tensor_parallel) > 1:
         return [
             f"{where}: {TENSOR_KEY}: {saved_degree}, but --deepspeed_config has "

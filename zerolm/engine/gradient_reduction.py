@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from zerolm.engine import replaced
 from zerolm.engine.muon import uses_muon
 from zerolm.engine.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
+from zerolm.engine.states import shard_group
 
 Parameters = list[tuple[int, int]]  # in a bucket: (group, index in the group)
 
@@ -36,7 +38,7 @@ class Bucket(NamedTuple):
     Attributes:
         group: index of the flat gradient.
         start, stop: range of the values in the flat gradient; `stop` is excluded.
-        owner: the owning rank in the process group.
+        owner: the owning rank in the process group over which that flat gradient is sharded.
     """
 
     group: int
@@ -75,7 +77,7 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
     if not is_mean or optimizer.mpu is not None or uses_muon(optimizer):
         return None
     found = OwnerReduction(engine, always_by_owner=key is False, across=across)
-    engine.buffered_allreduce_fallback = found.finish
+    replaced.install(engine, "buffered_allreduce_fallback", found.finish)
     return found
 
 
@@ -93,7 +95,8 @@ class OwnerReduction:
 
     Afterwards a rank's own partition contains the mean over all ranks; the other partitions
     contain no meaningful values. With `--shard_within`, a partition is first summed within each
-    group, then across groups.
+    group, then across groups. Each flat gradient may have a process group of its own; all ranks
+    have the same number of flat gradients of the same sizes.
 
     Args:
         engine: its keys `reduce_bucket_size` and `overlap_comm` define the buckets.
@@ -109,8 +112,8 @@ class OwnerReduction:
     def __init__(self, engine: Any, always_by_owner: bool, across: Any = None):
         self._engine, self._optimizer = engine, engine.optimizer
         self._always_by_owner, self._across = always_by_owner, across
-        (self._process_group,) = set(self._optimizer.real_dp_process_group)
-        self._ranks = distributed.get_world_size(self._process_group)
+        self._groups = list(self._optimizer.real_dp_process_group)  # one for each flat gradient
+        self._ranks = [distributed.get_world_size(group) for group in self._groups]
         zero = engine._config.zero_config
         self._overlaps = bool(zero.overlap_comm)
         self.early = 0
@@ -150,8 +153,8 @@ class OwnerReduction:
         flats = self._optimizer.fp32_groups_gradients_flat
         partitions = self._optimizer.fp32_groups_gradient_flat_partition
         if not self.buckets:
-            for partition, flat in zip(partitions, flats, strict=True):
-                distributed.reduce_scatter_tensor(partition, flat, group=self._process_group)
+            for partition, flat, group in zip(partitions, flats, self._groups, strict=True):
+                distributed.reduce_scatter_tensor(partition, flat, group=group)
         for work in self._started:
             work.wait()
         if self._across is not None:
@@ -184,7 +187,8 @@ class OwnerReduction:
         self._is_ordered = True
         flat = self._optimizer.fp32_groups_gradients_flat[0]
         incomplete = torch.tensor([bool(each) for each in self._missing], device=flat.device).int()
-        distributed.all_reduce(incomplete, distributed.ReduceOp.MAX, group=self._process_group)
+        all_with_states = shard_group(self._engine)
+        distributed.all_reduce(incomplete, distributed.ReduceOp.MAX, group=all_with_states)
         pairs = zip(self.buckets, self._parameters_of, incomplete.tolist(), strict=True)
         last = sorted(pairs, key=lambda each: each[2])  # the sort is stable
         self._order([(bucket, parameters) for bucket, parameters, _ in last])
@@ -198,10 +202,9 @@ class OwnerReduction:
         values = self._optimizer.fp32_groups_gradients_flat[bucket.group][
             bucket.start : bucket.stop
         ]
-        owner = distributed.get_global_rank(self._process_group, bucket.owner)
-        self._started.append(
-            distributed.reduce(values, owner, group=self._process_group, async_op=True)
-        )
+        group = self._groups[bucket.group]
+        owner = distributed.get_global_rank(group, bucket.owner)
+        self._started.append(distributed.reduce(values, owner, group=group, async_op=True))
 
     def _divide(self, size: int) -> list[tuple[Bucket, Parameters]]:
         """Return buckets of at most `size` values, each with the parameters whose values it
@@ -212,12 +215,13 @@ class OwnerReduction:
         values = 0
         for group, parameters in enumerate(self._optimizer.bf16_groups):
             flat = self._optimizer.fp32_groups_gradients_flat[group]
-            part = flat.numel() // self._ranks
+            ranks = self._ranks[group]
+            part = flat.numel() // ranks
             stops = [0]
             for parameter in parameters:
                 stops.append(stops[-1] + parameter.numel())
             values += stops[-1]
-            for owner in range(self._ranks):
+            for owner in range(ranks):
                 end = min((owner + 1) * part, stops[-1])
                 for start in range(owner * part, end, size):
                     stop = min(start + size, end)
@@ -228,7 +232,7 @@ class OwnerReduction:
                     last = min(names[id(parameters[index])] for index in inside)
                     bucket = Bucket(group, start, stop, owner)
                     found.append((last, bucket, [(group, index) for index in inside]))
-        pays = small_pieces_pay(values, len(found), self._ranks)
+        pays = small_pieces_pay(values, len(found), max(self._ranks))
         if not (pays or self._always_by_owner):
             return []
         found.sort(key=lambda each: each[:2], reverse=True)

@@ -1,13 +1,6 @@
 """Sum gradients with fewer passes over memory than DeepSpeed, with bit-identical results.
 
-Replaced methods (DeepSpeed 0.19.8), with memory traffic in bytes per parameter:
-
-    BF16_Optimizer._update_hp_grad                        10 per micro-batch instead of 18
-    BF16_Optimizer.clear_hp_grads                         4 fewer per step: DeepSpeed clears twice
-    DeepSpeedEngine.buffered_allreduce_fallback           16 to 24 fewer per step on a single rank
-    DeepSpeedZeroOptimizer._add_to_grad_partition_buffer  10 per micro-batch instead of 18
-    DeepSpeedZeroOptimizer.gradient_average               4 fewer per micro-batch on a single rank
-
+`REPLACED` lists the methods (DeepSpeed 0.19.8), with their memory traffic in bytes per parameter.
 BF16_Optimizer implements ZeRO-1 with bf16 weights and float32 gradient sums. The remaining traffic
 is measured in tests/zerolm/plan/test_moved_bytes.py.
 """
@@ -16,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerolm.engine import replaced
 from zerolm.engine.gradient_reduction import reduce_to_owners
 
 
@@ -32,7 +26,8 @@ def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> Non
     assert across is None or reduction is not None, "preflight refuses it"
     is_single = torch.distributed.get_world_size() == 1
     if hasattr(optimizer, "_add_to_grad_partition_buffer"):
-        optimizer._add_to_grad_partition_buffer = _add
+        replaced.install(optimizer, "_add_to_grad_partition_buffer", _add)
+        # On a single rank, 4 bytes fewer per micro-batch.
         optimizer.gradient_average = optimizer.gradient_average and not is_single
     if not hasattr(optimizer, "fp32_groups_gradients"):
         return
@@ -53,11 +48,11 @@ def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> Non
         if any(map(any, optimizer.fp32_groups_has_gradients)):
             clear()
 
-    optimizer._update_hp_grad = add
-    optimizer.clear_hp_grads = clear_once
+    replaced.install(optimizer, "_update_hp_grad", add)
+    replaced.install(optimizer, "clear_hp_grads", clear_once)
     is_exact = engine.communication_data_type == torch.float32
     if is_single and is_exact and engine.gradient_predivide_factor() == 1:
-        engine.buffered_allreduce_fallback = lambda *args, **kwargs: None
+        replaced.install(engine, "buffered_allreduce_fallback", lambda *args, **kwargs: None)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from zerolm.engine.parameters import residence
 from zerolm.engine.states import data_parallel_group, master_partitions
 
 
@@ -51,7 +52,7 @@ def _parts(engine: Any) -> Iterator[tuple[Any, torch.Tensor]]:
         on_host = _offloaded(engine, number, trained)
         for parameter, values in on_host if offload else _on_device(engine, number, group):
             if is_stage_3:
-                values = _without_padding(parameter, values)
+                values = values.view(-1)[: residence(parameter).length]
             if values.numel():
                 yield parameter, values
 
@@ -73,10 +74,3 @@ def _on_device(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple
         parameter = next(parameters, None)
         if parameter is not None:  # None: padding at the end
             yield parameter, gradient
-
-
-def _without_padding(parameter: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the values of a ZeRO-3 partition without its padding."""
-    rank = torch.distributed.get_rank(group=parameter.ds_process_group)
-    own = parameter.ds_numel - rank * values.numel()
-    return values.view(-1)[: max(0, own)]

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from zerolm.engine import replaced
+
 LION_CHUNK = 1 << 26  # number of values compared with zero at a time, to limit memory use
 FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
@@ -42,7 +44,7 @@ def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
             values[indices] = decayed
         return result
 
-    optimizer.step = step  # type: ignore[method-assign]
+    replaced.install(optimizer, "step", step)
 
 
 def restore_beta_powers(optimizer: torch.optim.Optimizer) -> None:

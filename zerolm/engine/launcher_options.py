@@ -7,7 +7,7 @@ these lines and in the script's arguments. Only the launcher reads that file. St
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,38 @@ LAUNCHER_FLAGS = {
     "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: error)"),
     "quiet": LauncherFlag("", "print only the launcher's errors (-q)"),
 }
+# How the node launcher starts ranks; a flag of zerolm's own launcher, not of DeepSpeed's.
+RANK_START, AUTO, FORK, FRESH, DEEPSPEED = "rank_start", "auto", "fork", "fresh", "deepspeed"
+LAUNCHER_FLAGS[RANK_START] = LauncherFlag(
+    "HOW",
+    "fork ranks from one process with their imports, start them afresh, or use deepspeed's node "
+    "launcher: auto, fork, fresh or deepspeed (default: auto, which forks on hosts without an "
+    "accelerator)",
+)
+
+
+def rank_start(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return how to start ranks, and the arguments without the flag for it.
+
+    Args:
+        argv: a launcher's flags, a script, and the script's arguments, which are kept.
+
+    Raises:
+        ConfigError: the flag has a value that is not in its help.
+    """
+    script = next((n for n, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    for place, word in enumerate(argv[:script]):
+        name, equals, value = word.partition("=")
+        if name.replace("-", "_") == f"__{RANK_START}":
+            after = place + (1 if equals else 2)
+            value = value if equals else "".join(argv[place + 1 : after])
+            if value not in (AUTO, FORK, FRESH, DEEPSPEED):
+                raise ConfigError(
+                    f"command line: {name}: {value!r} is none of {AUTO}, {FORK}, {FRESH} and "
+                    f"{DEEPSPEED}. Choose one of them."
+                )
+            return value, [*argv[:place], *argv[after:]]
+    return AUTO, list(argv)
 
 
 def change_of(value: str) -> str | None:

@@ -4,10 +4,12 @@ optimizer.
 zerolm/ds_config/muon.py decides which parameters to tag.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from zerolm.engine import replaced
 from zerolm.engine.parameters import num_values
 
 
@@ -27,11 +29,32 @@ def leaving_to_adamw(parameters: Sequence[Any]) -> Iterator[None]:
         for parameter in parameters:
             parameter.use_muon = False
 
-    deepspeed.set_optimizer_flags = tag
-    try:
+    with replaced.installed(deepspeed, "set_optimizer_flags", tag):
         yield
-    finally:
-        deepspeed.set_optimizer_flags = original
+
+
+def scale_by_layout(transposed: Collection[tuple[int, ...]]) -> None:
+    """Make Muon scale each matrix by its outputs and inputs, wherever these are in its shape.
+
+    DeepSpeed multiplies an orthogonalized update by sqrt(max(1, rows / columns)), which is Jordan's
+    rule for matrices of shape (out, in). The orthogonalization itself does not depend on which of
+    the two dimensions is first. Replaces DeepSpeed's function permanently.
+
+    Args:
+        transposed: the shapes of the tensors whose matrices are (in, out).
+    """
+    from deepspeed.runtime.zero.muon import original_muon
+
+    original = getattr(original_muon.muon_update, "original", original_muon.muon_update)
+
+    def muon_update(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        update = original(gradient, *args, **kwargs)
+        inputs, outputs = gradient.shape[-2:]
+        is_transposed = tuple(gradient.shape) in transposed
+        return update * math.sqrt(outputs / inputs) if is_transposed else update
+
+    muon_update.original = original  # type: ignore[attr-defined]
+    replaced.install(original_muon, "muon_update", muon_update)
 
 
 def describe(model: Any) -> str:

@@ -1,4 +1,29 @@
-"""Reports which DeepSpeed operators are installed, and which this host can build."""
+"""DeepSpeed's operators: which are installed or can be built, and a lock for their builds.
+
+torch builds an operator on first use, in a directory that all ranks of a host share. Before torch
+2.15 its lock is a file that a killed build leaves behind, and for which every later start waits
+silently and forever.
+"""
+
+import inspect
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from zerolm.common import processes
+from zerolm.common.locks import FileLock, LockTaken
+from zerolm.engine import replaced
+
+POLL_SECONDS = 0.2
+LOCK = "zerolm.lock"
+TORCH_LOCK = "lock"  # its mere existence stops torch before 2.15
+Say = Callable[[str], object]
 
 
 def installed() -> set[str]:
@@ -14,3 +39,62 @@ def has_asynchronous_io() -> bool:
 
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
     return builder is not None and builder.is_compatible(verbose=False)
+
+
+def guard_builds(say: Say) -> None:
+    """Make every build by torch in this process hold a lock that ends with this process.
+
+    Args:
+        say: called with a line when an operator is compiled or waited for.
+    """
+    from torch.utils import cpp_extension as torch_builds
+
+    load, run_ninja = torch_builds._jit_compile, torch_builds._run_ninja_build
+    if hasattr(load, "__wrapped__"):
+        return
+    signature = inspect.signature(load)
+
+    @wraps(load)
+    def guarded_load(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        with _exclusive(Path(given["build_directory"]), given["name"], say):
+            return load(*arguments, **options)
+
+    @wraps(run_ninja)
+    def announced_ninja(build_directory: str, *arguments: Any, **options: Any) -> None:
+        plan = subprocess.run(["ninja", "-n"], cwd=build_directory, capture_output=True, text=True)
+        if "no work to do" not in plan.stdout:
+            name = Path(build_directory).name
+            say(f"compiling {name}: takes minutes, once per environment")
+        run_ninja(build_directory, *arguments, **options)
+
+    replaced.install(torch_builds, "_jit_compile", guarded_load)
+    replaced.install(torch_builds, "_run_ninja_build", announced_ninja)
+
+
+@contextmanager
+def _exclusive(directory: Path, name: str, say: Say) -> Iterator[None]:
+    """Hold the lock of an operator's directory, with no compiler at work in it.
+
+    The compilers of a killed process end some time after it. Then torch's own lock is stale, and
+    is removed.
+    """
+    lock, told = None, False
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    while True:
+        other = "another process"  # without this lock, or the compiler of one that was killed
+        try:
+            lock = lock or FileLock(directory / LOCK, owner=owner)
+            found = [directory.resolve() / TORCH_LOCK] if (directory / TORCH_LOCK).exists() else []
+            if not processes.files_in_use(found) and not processes.is_working_directory(directory):
+                break
+        except LockTaken as error:
+            other = error.owner or other
+        if not told:
+            say(f"waiting for {other} to compile {name}: {directory}")
+        told = True
+        time.sleep(POLL_SECONDS)
+    with lock:
+        if lock.unsupported is None:
+            (directory / TORCH_LOCK).unlink(missing_ok=True)
+        yield

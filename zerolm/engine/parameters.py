@@ -6,9 +6,11 @@ Without ZeRO-3, these functions do the same as torch's.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from zerolm.engine.experts import expert_group, is_divided
 
 
 def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextManager[Any]:
@@ -28,12 +30,12 @@ def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextMan
 
 def full_shape(parameter: Any) -> torch.Size:
     """Return the shape of the complete parameter."""
-    return getattr(parameter, "ds_shape", parameter.shape)
+    return getattr(parameter, "expert_shape", getattr(parameter, "ds_shape", parameter.shape))
 
 
 def num_values(parameter: Any) -> int:
     """Return the number of values in the complete parameter."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    return full_shape(parameter).numel()
 
 
 def is_partitioned(parameter: Any) -> bool:
@@ -41,11 +43,52 @@ def is_partitioned(parameter: Any) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
-def is_shard(parameter: Any) -> bool:
-    """Return whether tensor parallelism shards a parameter; if not, each rank of a replica has all
-    of it.
+class Residence(NamedTuple):
+    """Where this rank's values of a parameter are in the complete parameter.
+
+    Attributes:
+        group: the process group over which the parameter is divided; None if this rank has it all.
+        dim: the dimension that is divided; None: the flattened parameter is.
+        start, length: range of this rank's values on that dimension, without padding.
+        shape: shape of the complete parameter.
     """
-    return getattr(parameter, "tensor_model_parallel", False)
+
+    group: Any
+    dim: int | None
+    start: int
+    length: int
+    shape: torch.Size
+
+
+def residence(parameter: Any) -> Residence:
+    """Return where this rank's values of a parameter are: a partition of ZeRO-3, a shard of tensor
+    parallelism, some of the experts, or all of it.
+    """
+    if is_partitioned(parameter):
+        group, length = parameter.ds_process_group, parameter.ds_tensor.ds_numel
+        start = min(torch.distributed.get_rank(group=group) * length, parameter.ds_numel)
+        length = min(length, parameter.ds_numel - start)
+        return Residence(group, None, start, length, parameter.ds_shape)
+    if divided_over(parameter) == "tensor":
+        from deepspeed.utils import groups
+
+        group = groups.get_tensor_model_parallel_group()
+        index = torch.distributed.get_rank(group=group)
+        about = parameter.ds_autotp_universal_checkpoint_meta
+        sizes, shape = about["partition_sizes"], torch.Size(about["logical_shape"])
+        return Residence(group, about["partition_dim"], sum(sizes[:index]), sizes[index], shape)
+    if divided_over(parameter) == "experts":
+        length, shape = parameter.shape[0], parameter.expert_shape
+        group = expert_group(shape[0] // length)
+        return Residence(group, 0, torch.distributed.get_rank(group) * length, length, shape)
+    return Residence(None, None, 0, parameter.numel(), parameter.shape)
+
+
+def divided_over(parameter: Any) -> str | None:
+    """Return the axis of the `Layout` over which a parameter is divided at every ZeRO stage."""
+    if is_divided(parameter):
+        return "experts"
+    return "tensor" if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def multiply(parameter: Any, factor: float) -> None:
@@ -63,8 +106,7 @@ def own_values(parameter: Any) -> torch.Tensor | None:
     partition = parameter.ds_tensor
     if partition.status.name == "NOT_AVAILABLE":
         return None
-    flat = partition.data.flatten()
-    return flat[: _num_own(parameter, flat)]
+    return partition.data.flatten()[: residence(parameter).length]
 
 
 def zero_padding(model: torch.nn.Module) -> None:
@@ -76,8 +118,7 @@ def zero_padding(model: torch.nn.Module) -> None:
     parameter: Any
     for parameter in model.parameters():
         if is_partitioned(parameter) and parameter.ds_tensor.status.name == "AVAILABLE":
-            flat = parameter.ds_tensor.data.view(-1)
-            flat[_num_own(parameter, flat) :].zero_()
+            parameter.ds_tensor.data.view(-1)[residence(parameter).length :].zero_()
 
 
 def cast(parameter: Any, dtype: torch.dtype) -> None:
@@ -89,20 +130,44 @@ def cast(parameter: Any, dtype: torch.dtype) -> None:
 
 @contextmanager
 def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Iterator[None]:
-    """Gather partitioned parameters inside this context. Every rank must call this.
+    """Gather partitioned parameters and divided experts inside this context. Every rank must call
+    this.
 
-    Does nothing for parameters that ZeRO-3 has not partitioned.
+    Does nothing for parameters that this rank has completely.
 
     Args:
         modifier_rank: rank whose changes are broadcast on exit; None if there are no changes.
     """
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+    experts = [each for each in parameters if divided_over(each) == "experts"]
+    if experts:
+        others = [each for each in parameters if divided_over(each) != "experts"]
+        with gathered(others, modifier_rank), _gathered_experts(experts, modifier_rank):
+            yield
+    elif any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
             yield
     else:
         yield
+
+
+@contextmanager
+def _gathered_experts(parameters: Sequence[Any], modifier_rank: int | None) -> Iterator[None]:
+    own = [each.data for each in parameters]
+    places = [residence(each) for each in parameters]
+    for parameter, values, place in zip(parameters, own, places, strict=True):
+        parameter.data = values.new_empty(place.shape)
+        slices = list(parameter.data.split(place.length))
+        torch.distributed.all_gather(slices, values.contiguous(), group=place.group)
+    try:
+        yield
+    finally:
+        for parameter, values, place in zip(parameters, own, places, strict=True):
+            if modifier_rank is not None:
+                torch.distributed.broadcast(parameter.data, src=modifier_rank)
+                values.copy_(parameter.data.narrow(0, place.start, place.length))
+            parameter.data = values
 
 
 @contextmanager
@@ -121,8 +186,3 @@ def gathered_again(weight: Any) -> Iterator[None]:
         yield
     finally:
         weight.partition()
-
-
-def _num_own(parameter: Any, partition: torch.Tensor) -> int:
-    """Return the number of values in this rank's partition, excluding padding."""
-    return max(0, parameter.ds_numel - torch.distributed.get_rank() * partition.numel())

@@ -40,7 +40,6 @@ class Engine(Model, Protocol):
     Attributes:
         module: the transformers model.
         lr_scheduler: DeepSpeed's scheduler; None if the JSON configures none.
-        checkpoint_mp_rank: with tensor parallelism, the index of this rank's part of the model.
     """
 
     module: Any
@@ -48,7 +47,6 @@ class Engine(Model, Protocol):
     lr_scheduler: Any
     global_rank: int
     world_size: int
-    checkpoint_mp_rank: int
 
     def zero_optimization_stage(self) -> int: ...
 

@@ -2,9 +2,8 @@
 
 Gradients are reduced to their owners inside each group, then each partition is summed over its
 owners in all groups, and updated weights are gathered inside the group. All gradient and weight
-traffic except that sum stays on fast links. Replaced while an engine is built (DeepSpeed 0.19.8):
-
-    DeepSpeedEngine._configure_bf16_optimizer passes the group to the optimizer, not all ranks
+traffic except that sum stays on fast links. While an engine is built (DeepSpeed 0.19.8), a replaced
+method passes the group to the optimizer instead of all ranks.
 
 The optimizer then partitions, gathers and names its files by group, and DeepSpeed saves only the
 first group's states. All ranks have the same weights. States are bit-identical in all groups, since
@@ -15,6 +14,8 @@ algorithms) sum each value on one rank and copy the result to the others.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from zerolm.engine import replaced
 
 
 @contextmanager
@@ -46,8 +47,5 @@ def sharding_within(size: int) -> Iterator[Any]:
         engine.seq_data_parallel_group, engine.seq_dp_world_size = inside, size
         return usual(engine, optimizer)
 
-    DeepSpeedEngine._configure_bf16_optimizer = configure
-    try:
+    with replaced.installed(DeepSpeedEngine, "_configure_bf16_optimizer", configure):
         yield across
-    finally:
-        DeepSpeedEngine._configure_bf16_optimizer = usual

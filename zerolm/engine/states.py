@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerolm.engine.parameters import is_partitioned, residence
+
 CHUNK_VALUES = 1 << 22  # number of master weights changed at a time, to limit extra memory
 WEIGHTS, MASTERS = "weights", "master weights"
 MODEL_WEIGHTS = ("bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat")
@@ -57,13 +59,12 @@ def master_slice(engine: Any, parameter: Any) -> MasterSlice | None:
         OnNvme: the values are on NVMe.
     """
     masters, optimizer = master_partitions(engine), engine.optimizer
-    if hasattr(parameter, "ds_tensor"):  # stage 3
-        group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    if is_partitioned(parameter):
+        group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
         if optimizer._swappable_optimizer_subgroup(group):
             raise OnNvme
-        start = torch.distributed.get_rank(group=parameter.ds_process_group) * length
-        own = max(0, min(length, parameter.ds_numel - start))
-        return MasterSlice(masters[group], offset, start, own)
+        own = residence(parameter)
+        return MasterSlice(masters[group], offset, own.start, own.length)
     if (part := getattr(parameter, "_hp_mapping", None)) is None:
         return None
     address, start = part.hp_fragment_address, part.lp_fragment_address.start
@@ -78,15 +79,15 @@ def set_master(parameter: Any, value: torch.Tensor) -> None:
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    if not hasattr(parameter, "ds_id"):
-        safe_set_full_fp32_param(parameter, value)
+    own = residence(parameter)
+    if not is_partitioned(parameter):
+        part = value if own.dim is None else value.narrow(own.dim, own.start, own.length)
+        safe_set_full_fp32_param(parameter, part)
         return
     # DeepSpeed 0.19.8 cannot set a complete parameter whose size is not a multiple of the number of
     # ranks.
-    size = parameter.ds_tensor.numel()  # size of a partition; the last one includes padding
-    start = torch.distributed.get_rank(group=parameter.ds_process_group) * size
-    part = value.flatten()[start : start + size]
-    padded = torch.nn.functional.pad(part, (0, size - len(part)))
+    part = value.flatten()[own.start : own.start + own.length]
+    padded = torch.nn.functional.pad(part, (0, parameter.ds_tensor.ds_numel - own.length))
     safe_set_local_fp32_param(parameter, padded)
 
 
@@ -179,8 +180,11 @@ def parameters_in(engine: Any, state: State, start: int, stop: int) -> list[str]
 
 
 def data_parallel_group(engine: Any, group: int) -> Any:
-    """Return the process group over which stages 1 and 2 shard a parameter group."""
-    return engine.optimizer.real_dp_process_group[group]
+    """Return the process group over which a parameter group's states are sharded."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return optimizer.dp_process_group
+    return optimizer.real_dp_process_group[group]
 
 
 def shard_group(engine: Any) -> Any:

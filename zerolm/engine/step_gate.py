@@ -7,10 +7,9 @@ is not finite: it clears the gradients, leaves weights, moments and its schedule
 DeepSpeed itself skips the step, at every ZeRO stage, in every precision and with any offload. The
 fp16 loss scaler must not treat that norm as an overflow.
 
-Replaced methods (DeepSpeed 0.19.8): `scaled_global_norm` for ZeRO-1 and 2, `_get_norm_groups` for
-ZeRO-3. BF16_Optimizer, which implements ZeRO-1 with bf16 weights and float32 gradients, has
-neither; there the replaced method is `get_grads_for_norm`, which returns the gradients for the
-norm.
+`REPLACED` lists the methods (DeepSpeed 0.19.8). BF16_Optimizer, which implements ZeRO-1 with bf16
+weights and float32 gradients, has no method that returns the norm, but one that returns the
+gradients for it.
 """
 
 import math
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from zerolm.common.errors import GaveUp
+from zerolm.engine import replaced
 from zerolm.engine.muon import uses_muon
 
 RefusalRule = Callable[[float], bool]  # takes the gradient norm; returns whether to refuse the step
@@ -43,6 +43,9 @@ class StepGate:
         grad_norm: unscaled gradient norm of the last step; None if DeepSpeed found an overflow.
         refused: whether the gate refused the last step.
         clip_norm: `gradient_clipping` from the DeepSpeed config; 0: no clipping.
+        clip_parameters: called after the norm of a step is known, unless the step is refused or
+            skipped: may scale the gradients of parameters, and returns the new norm of the whole
+            gradient relative to the old one.
     """
 
     def __init__(self, engine: Any):
@@ -50,6 +53,7 @@ class StepGate:
         self.clip_norm = float(engine.gradient_clipping())
         self.grad_norm: float | None = None
         self.refused = False
+        self.clip_parameters: Callable[[], float] = _unclipped
         self._should_refuse: RefusalRule = _never
         if engine.zero_optimization_stage() == 3:
             self._wrap("_get_norm_groups", self._norm)
@@ -113,7 +117,7 @@ class StepGate:
 
     def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(self._optimizer, name)
-        setattr(
+        replaced.install(
             self._optimizer, name, lambda *args, **kwargs: replacement(original, *args, **kwargs)
         )
 
@@ -125,8 +129,11 @@ class StepGate:
         norms = original(*args, **kwargs)
         groups = norms if isinstance(norms, list) else [norms]
         # A group's norm of -1 is DeepSpeed's NaN; the combined norm is then infinite.
-        if not self._decide(float(combine_grad_norm_groups(groups))):
-            return norms
+        total = float(combine_grad_norm_groups(groups))
+        if not self._decide(total):
+            ratio = self.clip_parameters() if math.isfinite(total) else 1.0
+            clipped = [norm * ratio for norm in groups]
+            return norms if ratio == 1.0 else clipped if isinstance(norms, list) else clipped[0]
         infinite = [
             torch.full_like(norm, math.inf) if torch.is_tensor(norm) else math.inf
             for norm in groups
@@ -155,7 +162,7 @@ class StepGate:
         if mpu:
             gradients, experts = original(*args, for_clipping=False)
             assert not experts, "DeepSpeed's own MoE layers are not used here"
-            norm = get_global_norm_of_tensors(gradients, mpu=mpu)
+            norm = get_global_norm_of_tensors(gradients, mpu=mpu)  # `--agc` is refused here
         else:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
             square = torch.stack(norms).square().sum()
@@ -165,7 +172,10 @@ class StepGate:
                 square /= ranks // torch.distributed.get_world_size(optimizer.dp_process_group)
             norm = square.sqrt().float()
             gradients = [norm[None]]
-        if not self._decide(float(norm)):
+        total = float(norm)  # the step's only wait for this value
+        if not self._decide(total):
+            if math.isfinite(total) and (ratio := self.clip_parameters()) != 1.0:
+                gradients = [norm[None] * ratio]
             return gradients, {}
         return [torch.full_like(gradients[0][:1], math.inf)], {}
 
@@ -183,3 +193,7 @@ class StepGate:
 
 def _never(grad_norm: float) -> bool:
     return False
+
+
+def _unclipped() -> float:
+    return 1.0

@@ -9,6 +9,22 @@ from typing import Any
 
 import torch
 
+from zerolm.engine import replaced
+
+
+def mark_leaf_modules(model: torch.nn.Module, names: dict[str, Any]) -> list[torch.nn.Module]:
+    """Mark the modules that `zero_optimization.leaf_module` names, as DeepSpeed does; return them.
+
+    DeepSpeed gathers all weights of a leaf module at once.
+    """
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+    from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+
+    marked: list[torch.nn.Module] = apply_zero_leaf_module_config(
+        model, DeepSpeedZeroLeafModuleConfig(**names)
+    )
+    return marked
+
 
 def fit_zero3_to_recomputation() -> None:
     """Change DeepSpeed permanently so that recomputed activations equal those of the forward pass.
@@ -28,7 +44,7 @@ def fit_zero3_to_recomputation() -> None:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
-    LinearFunctionForZeroStage3.forward = staticmethod(_linear)
+    replaced.install(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
     offload = parameter_offload.DeepSpeedZeRoOffload
     _wrap(offload, "pre_sub_module_forward_function", _outside_dispatch_modes)
     _wrap(offload, "post_sub_module_forward_function", _outside_dispatch_modes)
@@ -66,7 +82,7 @@ def leave_partitions_out_of_graphs() -> None:
     def is_zero_param(parameter: Any) -> bool:
         return not torch.compiler.is_compiling() and partition_parameters.is_zero_param(parameter)
 
-    linear.is_zero_param = is_zero_param
+    replaced.install(linear, "is_zero_param", is_zero_param)
 
 
 def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) -> None:
@@ -96,7 +112,7 @@ def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) 
             before.synchronize()
         fetch(module, forward)
 
-    coordinator.fetch_sub_module = fetch_when_begun
+    replaced.install(coordinator, "fetch_sub_module", fetch_when_begun)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -106,7 +122,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     if wrapper not in done:
         wrapped: Any = wraps(function)(wrapper(function))
         wrapped.wrappers = (*done, wrapper)
-        setattr(owner, name, wrapped)
+        replaced.install(owner, name, wrapped)
 
 
 def _outside_dispatch_modes(hook: Callable[..., None]) -> Callable[..., None]:

@@ -89,7 +89,7 @@ def input_problems(
     from zerolm.evaluate.text_coder import TextCoder
 
     try:
-        coder = TextCoder(sources[0].tokenizer_directory(), sources[0].eos_id)
+        coder = TextCoder.of_shards(sources[0])
     except ConfigError as error:
         where = settings.where(wanted[0].setting)
         return [f"{where}: needs a tokenizer: {problem}" for problem in error.problems]

@@ -67,7 +67,7 @@ class Core(Evaluation):
             "text",
             "evaluate on CORE, the 22 DCLM tasks; directory of the unpacked eval_bundle",
             shows="DIR",
-            no_tensor_parallel=OWN_TEXTS,
+            not_with=OWN_TEXTS,
         )
         core_items: int = count(
             "evaluation",

@@ -67,7 +67,7 @@ class Evaluations:
         ]
         # After an error in a forward pass, other ranks might be waiting, or ZeRO-3 weights might
         # stay gathered.
-        survives = engine.world_size == 1 and plan.profile.zero_stage < 3
+        survives = engine.world_size == 1 and plan.ds.zero_stage < 3
         self.crashes = Crashes(plan.run_dir, self.is_rank0, survives, print_line)
         coder, self.tokenizer_error = self._open_tokenizer(plan)
         self.runner = ModelRunner(
@@ -90,7 +90,7 @@ class Evaluations:
             return None, None
         coder, problem = None, None
         try:
-            coder = TextCoder(plan.sources[0].tokenizer_directory(), plan.sources[0].eos_id)
+            coder = TextCoder.of_shards(plan.sources[0])
         except ConfigError as error:
             problem = str(error)
         problem = next(filter(None, gather_objects(problem)), None)

@@ -1,17 +1,18 @@
 """`HeldOut`: validation shards, divided into sequences for a run or an exported model."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zerolm.common.errors import ConfigError, ShardError
-from zerolm.config.defaults import EVAL_TOKENS
+from zerolm.config import defaults
 from zerolm.config.settings import Settings
 from zerolm.data.loader import ValidationStream, make_loader, prefetch_to_device
 from zerolm.data.packing import num_rows, open_packing
-from zerolm.data.sources import source_names
+from zerolm.data.sources import Sources, open_sources, overlap_problems, source_names
 from zerolm.evaluate.likelihood import max_batch_tokens
 from zerolm.model import document_mask
 from zerolm.model.architecture import causal_lm_class
@@ -49,7 +50,7 @@ class HeldOut(NamedTuple):
 
     def windows(self, count: int) -> list[list[int]]:
         """Return the token ids of the first windows, which are the same on every rank."""
-        options = {**self.options, "micro_batch_size": 1, "rank": 0, "world_size": 1}
+        options = {**self.options, "micro_batch_size": 1, "shard": 0, "num_shards": 1}
         options["document_mask"] = False
         stream = ValidationStream(self.sources, num_sequences=count, **options)
         return [batch["input_ids"][0].tolist() for batch in stream]
@@ -60,7 +61,8 @@ def open_held_out(directory: Path, settings: Settings) -> HeldOut:
     config = load_model_config(str(directory / "config.json"), [])
     positions, packing = max_positions(config), settings.packing
     seq_len = settings.seq_len or min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
-    problems, sources = [], []
+    problems: list[str] = []
+    sources: list[Source] = []
     if positions and seq_len > positions:
         problems.append(f"--seq_len {seq_len}: the model has {positions} positions. Lower it.")
     if settings.document_mask and (
@@ -73,9 +75,12 @@ def open_held_out(directory: Path, settings: Settings) -> HeldOut:
             _check(sources[-1], directory, config, seq_len, packing)
         except ConfigError as error:
             problems += [f"{problem} (--val_data)" for problem in error.problems]
+    if settings.data and not problems:
+        training = open_sources(replace(settings, val_data=()), problems).training
+        problems += overlap_problems(Sources(training, [], sources), settings, if_equal=True)
     if problems:
         raise ConfigError(problems)
-    eval_tokens = settings.eval_tokens or max(EVAL_TOKENS, seq_len)
+    eval_tokens = settings.eval_tokens or defaults.eval_tokens(seq_len)
     if eval_tokens < seq_len:
         raise ConfigError(
             f"--eval_tokens {eval_tokens}: below one sequence of {seq_len}. Raise it."
@@ -86,11 +91,13 @@ def open_held_out(directory: Path, settings: Settings) -> HeldOut:
         "micro_batch_size": max(1, max_batch_tokens(BATCH_TOKENS, config) // seq_len),
         "document_mask": settings.document_mask,
         "packing": packing,
-        "rank": 0,
-        "world_size": 1,
+        "shard": 0,
+        "num_shards": 1,
     }
     num_sequences = min(eval_tokens // seq_len, rows)
     notices = [f"{num_sequences:,} sequences of {seq_len:,} tokens"]
+    if not settings.data:
+        notices.append("note: not compared with the training data. Give its shards by --data")
     token_bytes = _token_bytes(sources, notices)
     return HeldOut(sources, source_names(sources), num_sequences, options, token_bytes, notices)
 

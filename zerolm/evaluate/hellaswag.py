@@ -61,7 +61,7 @@ class HellaSwag(Evaluation):
             "text",
             "evaluate on HellaSwag, from a JSON lines file or a Hugging Face dataset",
             shows="PATH|ID",
-            no_tensor_parallel=OWN_TEXTS,
+            not_with=OWN_TEXTS,
         )
         hellaswag_items: int = count(
             "evaluation",

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.model.compile import eager
+from zerolm.model.forward import next_logits
 
 # Limit for a forward pass's float32 logits: with a chunked loss, training never stores the logits
 # of a complete micro-batch, so evaluation must not need memory for them either.
@@ -152,7 +153,7 @@ def _score(
         scored_BT[number, end - row.num_scored : end] = True
     inputs_BT, targets_BT = inputs_BT.to(device), targets_BT.to(device)
     scored_BT = scored_BT.to(device)
-    logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
+    logits_BTV = next_logits(model, inputs_BT)
     logits_NV, targets_N = logits_BTV[scored_BT].float(), targets_BT[scored_BT]
     losses_N = functional.cross_entropy(logits_NV, targets_N, reduction="none").double()
     missed_N = (logits_NV.argmax(-1) != targets_N).double()

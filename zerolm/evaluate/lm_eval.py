@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm.common.errors import ConfigError, did_you_mean, reason
 from zerolm.common.url import hub_client
 from zerolm.config.flag import count, flag
+from zerolm.engine import replaced
 from zerolm.evaluate import olmes
 from zerolm.evaluate.evaluation import OWN_TEXTS, TASKS, Evaluation, ExportFlag, Scores
 from zerolm.run_dir.metrics import HIGHER, LOWER, Metric, Panel
@@ -64,7 +65,7 @@ class LmEval(Evaluation):
             "lm-eval tasks to evaluate on (needs bash launch/setup.sh lm-eval); may be repeated",
             shows="NAME[,NAME]",
             default=(),
-            no_tensor_parallel=OWN_TEXTS,
+            not_with=OWN_TEXTS,
         )
         eval_task_path: str | None = flag(
             "evaluation",
@@ -107,11 +108,13 @@ class LmEval(Evaluation):
             return Scores(evaluate(_lm_class()(runner), task, self.settings.eval_task_items))
 
     def measure_export(self, runner: Any) -> Scores:
-        """Use lm-eval's own `hf` model, except for tiktoken tokenizers, which `hf` cannot load."""
+        """Use lm-eval's own `hf` model, except for tokenizers of tiktoken, which it cannot load, or
+        with a template: it scores an EOS that they append, not the answer's first token.
+        """
         from lm_eval.models.huggingface import HFLM
 
         tokenizer = runner.coder.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or runner.coder.has_template:
             model = _lm_class()(runner)
         else:
             model = HFLM(
@@ -272,7 +275,7 @@ def _lm_class() -> Any:
             rows, counts = [], []
             for (text,) in (request.args for request in requests):
                 windows = utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(text),
+                    token_list=self.tok_encode(text, add_special_tokens=False),
                     prefix_token=self.prefix_token_id,
                     max_seq_len=self.runner.max_length,
                     context_len=1,
@@ -312,12 +315,11 @@ def quiet() -> Iterator[None]:
     from tqdm import tqdm
 
     logger = logging.getLogger("lm_eval")
-    level, init = logger.level, tqdm.__init__
+    level, silent = logger.level, functools.partialmethod(tqdm.__init__, disable=True)
     logger.setLevel(logging.ERROR)
-    # Some of lm-eval's progress bars cannot be disabled by an option.
-    tqdm.__init__ = functools.partialmethod(init, disable=True)
     try:
-        yield
+        # Some of lm-eval's progress bars cannot be disabled by an option.
+        with replaced.installed(tqdm, "__init__", silent):
+            yield
     finally:
         logger.setLevel(level)
-        tqdm.__init__ = init

@@ -58,7 +58,7 @@ class Needle(Evaluation):
             "N",
             minimum=0,
             default=0,
-            no_tensor_parallel=OWN_TEXTS,
+            not_with=OWN_TEXTS,
         )
 
     @classmethod
@@ -79,7 +79,13 @@ class Needle(Evaluation):
 
         assert self.held_out is not None
         windows = self.held_out.windows(self.settings.needle_items)
-        scores = runner.score(rows(windows, {source.eos_id for source in self.held_out.sources}))
+        ends = {
+            number
+            for source in self.held_out.sources
+            for number in (source.eos_id, source.bos_id)
+            if number is not None
+        }
+        scores = runner.score(rows(windows, ends))
         measured = torch.tensor(scores, dtype=torch.float64).reshape(-1, len(DEPTHS), 2)
         losses, hits = -measured[..., 0] / NUM_IDS, measured[..., 1]
         row = {"needle/acc": float(hits.mean()), "needle/loss": float(losses.mean())}

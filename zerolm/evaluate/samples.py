@@ -33,7 +33,7 @@ class Samples(Evaluation):
             "text",
             "prompts to generate samples from: one per line, or .jsonl with a key `prompt`",
             shows="PATH",
-            no_tensor_parallel=OWN_TEXTS,
+            not_with=OWN_TEXTS,
         )
         sample_interval: int | None = count(
             "evaluation",

@@ -15,12 +15,10 @@ from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
 from zerolm.evaluate.text_coder import TextCoder, max_length
 from zerolm.model.compile import eager
+from zerolm.model.forward import continued_logits, next_logits
 
 SYNC_INTERVAL = 8  # number of tokens between checks of whether all ranks are done
 MIN_LOGIT = -1e30  # finite, but its probability is zero next to any usual logit
-# The first name is for transformers 5.24 and later, whose Mamba accepts but ignores the older name;
-# the second is for earlier versions.
-CACHE_NAMES = ("cache", "past_key_values")
 # decoded along with new tokens, because some tokenizers drop a text's first space
 CONTEXT_TOKENS = 8
 INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
@@ -116,10 +114,8 @@ def continuation(model: Any, prompt: Prompt, device: Any) -> Iterator[int]:
     ids, unseen, cache = list(prompt.ids), list(prompt.ids), dict[str, Any]()
     while True:
         ids_1T = torch.tensor([unseen], device=device)
-        outputs = model(input_ids=ids_1T, use_cache=True, **cache)
-        kept = [name for name in CACHE_NAMES if getattr(outputs, name, None) is not None]
-        cache = {name: getattr(outputs, name) for name in kept[:1]}
-        probs_V = token_probabilities(outputs.logits[0, -1].float().cpu(), prompt.options)
+        logits_1TV, cache = continued_logits(model, ids_1T, cache)
+        probs_V = token_probabilities(logits_1TV[0, -1].float().cpu(), prompt.options)
         token = int(
             probs_V.argmax()
             if prompt.options.temperature == 0
@@ -148,7 +144,7 @@ def _generate_one(
             new.append(next(tokens))
             done = len(new) == prompt.max_new_tokens or stop(new)
         elif ranks.world_size > 1:  # helps to gather the weights
-            model(input_ids=torch.tensor([[0]], device=device), use_cache=False)
+            next_logits(model, torch.tensor([[0]], device=device))
         else:
             break
         if ranks.world_size == 1 or (number + 1) % SYNC_INTERVAL:

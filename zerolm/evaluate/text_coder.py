@@ -11,6 +11,8 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate.likelihood import Row, row_problem
 from zerolm.model.model import max_positions
+from zerolm.shards.boundaries import Template, template_of
+from zerolm.shards.reader import Source
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
 DEFAULT_MAX_LENGTH = 2048  # used if neither the model nor the tokenizer sets a limit, as in lm-eval
@@ -21,11 +23,14 @@ class TextCoder:
 
     Args:
         eos_id: used in place of the tokenizer's EOS id.
+        before: ids that precede a text, in place of those that the tokenizer puts there. What it
+            puts after a text is always left out: a prompt must not end with EOS.
 
     Attributes:
         eos_id: id that ends a document.
         prefix_id: id that precedes a text without context: the BOS id if there is one, otherwise
             the EOS id.
+        has_template: whether the tokenizer itself adds ids to a text.
         tokenizer: a transformers tokenizer; None for tiktoken.
         notices: a line if the tokenizer class and its tokenizer.json differ; the latter takes
             precedence.
@@ -34,8 +39,11 @@ class TextCoder:
         ConfigError: there is no tokenizer in `directory`, or it has no EOS token.
     """
 
-    def __init__(self, directory: Path, eos_id: int | None = None):
+    def __init__(
+        self, directory: Path, eos_id: int | None = None, before: Sequence[int] | None = None
+    ):
         self.tokenizer: Any = None
+        self.has_template = False
         self.notices: list[str] = []
         if (directory / TIKTOKEN_FILE).is_file():
             self._encoding = read_tiktoken(directory)
@@ -52,23 +60,35 @@ class TextCoder:
         if known is None and eos_id is None:
             raise ConfigError(f"{directory}: the tokenizer has no EOS token. Add one.")
         self.eos_id = known if eos_id is None else eos_id
+        template = template_of(
+            lambda text, adds: self.tokenizer.encode(text, add_special_tokens=adds)
+        )
+        self.has_template = template != Template([], [])
+        self._before = template.before if before is None else list(before)
         bos_id = self.tokenizer.bos_token_id
+        if before is not None and template.before:
+            bos_id = before[0] if before else None  # an untrained BOS precedes no text
         self.prefix_id = self.eos_id if bos_id is None else bos_id
         self._prefix = self.tokenizer.decode([self.prefix_id])
+
+    @classmethod
+    def of_shards(cls, source: Source) -> "TextCoder":
+        """Return the coder of a source's tokenizer, which begins texts as documents begin there."""
+        before = [] if source.bos_id is None else [source.bos_id]
+        return cls(source.tokenizer_directory(), source.eos_id, before)
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a text.
 
         Args:
-            special_tokens: whether the tokenizer may add a BOS; if None, only to a text without
-                one.
+            special_tokens: whether a BOS may precede them; if None, only of a text without one.
         """
         if self.tokenizer is None:
             return self._encoding.encode(text, allowed_special="all")
-        kwargs = {} if special_tokens is None else {"add_special_tokens": special_tokens}
-        if special_tokens is None and self._prefix and text.startswith(self._prefix):
-            kwargs = {"add_special_tokens": False}
-        return self.tokenizer.encode(text, **kwargs)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if special_tokens is None:
+            special_tokens = not (self._prefix and text.startswith(self._prefix))
+        return [*self._before, *ids] if special_tokens else ids
 
     def decode(self, ids: Sequence[int], special_tokens: bool = True) -> str:
         """Decode token ids to text, optionally without special tokens.

@@ -33,6 +33,11 @@ class Validation(Evaluation):
             "repeated",
         ),
         ExportFlag(
+            "data",
+            help="token shards that the model was trained on: --val_data with documents of theirs "
+            "is refused; may be repeated",
+        ),
+        ExportFlag(
             "seq_len",
             help="tokens per sequence of --val_data; give the run's value to reproduce its figures "
             "(default: 2048, or the model's positions if fewer)",
@@ -129,7 +134,8 @@ def validation_loss(
 
     from zerolm.distributed.collectives import sum_over_ranks
     from zerolm.model.compile import eager
-    from zerolm.model.loss import sums_by_source, token_losses
+    from zerolm.model.forward import token_losses
+    from zerolm.model.loss import sums_by_source
 
     num_sums = 2 if token_bytes is None else 4
     sums = torch.zeros(num_sums, len(source_names), dtype=torch.float64, device=engine.device)

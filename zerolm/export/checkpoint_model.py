@@ -6,22 +6,21 @@ from typing import Any, NamedTuple
 from zerolm.checkpoint.directory import locate, verify_files
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.distributed.device import inference_device
+from zerolm.evaluate.text_coder import TextCoder
 from zerolm.export.export import DTYPES, check_logits
-from zerolm.export.tokenizer import missing_tokenizer, tokenizer_of
+from zerolm.export.tokenizer import first_source, missing_tokenizer
 
 
 class LoadedModel(NamedTuple):
     """A model in evaluation mode.
 
     Attributes:
-        tokenizer: directory with the model's tokenizer.
-        eos_id: EOS id of the training data; None for the tokenizer's.
+        coder: the model's tokenizer, which begins texts as the training data do.
         about: one line about the model for the user.
     """
 
     model: Any
-    tokenizer: Path
-    eos_id: int | None
+    coder: TextCoder
     about: str
 
 
@@ -44,7 +43,7 @@ def _load_directory(directory: Path, device: str) -> LoadedModel:
     logging.disable_progress_bar()
     model = load_directory(directory)
     about = f"{directory}: {model.num_parameters():,} parameters, {model.dtype}, on {device}"
-    return LoadedModel(model.to(device).eval(), directory, None, about)
+    return LoadedModel(model.to(device).eval(), TextCoder(directory), about)
 
 
 def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
@@ -52,15 +51,15 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    from zerolm.engine.zero_files import Weights
+    from zerolm.ds_files.zero_files import Weights
     from zerolm.export.weights import fitting
 
     checkpoint = locate(reference)
     if problems := verify_files(checkpoint):
         raise CheckpointError(problems)
     run_dir, manifest = checkpoint.directory.parent.parent, checkpoint.manifest
-    tokenizer, eos_id = tokenizer_of(run_dir)
-    if tokenizer is None or not tokenizer.is_dir():
+    source = first_source(run_dir)
+    if source is None or not source.tokenizer_directory().is_dir():
         raise ConfigError(
             f"{missing_tokenizer(run_dir)}. Restore the shards with their tokenizer, or export the "
             f"run and add a tokenizer to the model directory."
@@ -89,4 +88,4 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
         f"{checkpoint.directory}: step {progress.step:,}, {progress.tokens:,} tokens, "
         f"{model.num_parameters():,} parameters, {model.dtype}, on {device}; {checked}"
     )
-    return LoadedModel(model.to(device).eval(), tokenizer, eos_id, about)
+    return LoadedModel(model.to(device).eval(), TextCoder.of_shards(source), about)

@@ -52,7 +52,7 @@ def export(
 
     The other arguments, the result and the errors are the same as for `write_model`.
     """
-    from zerolm.engine.zero_files import MASTER, Weights
+    from zerolm.ds_files.zero_files import MASTER, Weights
 
     logits = None if state else manifest.get("probe", {}).get("logits")
     return write_model(
@@ -120,7 +120,7 @@ def write_model(
         with_values_of,
         zeroes_padding_row,
     )
-    from zerolm.export.older_keys import add_older_keys, set_tied
+    from zerolm.export.older_keys import add_older_keys, drop_idle_share, set_tied
     from zerolm.export.weights import write_weights
 
     notices: list[str] = []
@@ -145,6 +145,7 @@ def write_model(
     saved = skeleton.config if known else config
     notices += set_for_inference(saved)
     set_tied(saved, skeleton)
+    notices += drop_idle_share(saved, skeleton)
     saved.dtype = dtype
     saved.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)

@@ -16,7 +16,7 @@ import torch
 from zerolm.checkpoint.directory import Checkpoint
 from zerolm.common.errors import CheckpointError
 from zerolm.common.values import shown
-from zerolm.engine.zero_files import Weights
+from zerolm.ds_files.zero_files import Weights
 from zerolm.export.export import load_exported
 
 CHUNK_VALUES = 1 << 22  # number of values added at a time, because torch converts them to float64

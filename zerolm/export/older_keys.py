@@ -41,6 +41,16 @@ ONLY = {
         "moe_loss_weight", "moe_normalize_expert_weights",
     },
 }  # fmt: skip
+# What programs drop of a family that they otherwise compute alike: scaled rotary embeddings, or any
+# base but 10,000 too. Found by `python -m tests.readers` with the variants of its models.
+SCALING, BASE = "the scaling", "the base and scaling"
+DROPPED = {
+    "ctranslate2 4.8.5": {
+        **dict.fromkeys(("gemma", "llama", "qwen2", "qwen3"), SCALING),
+        **dict.fromkeys(("falcon", "gpt_neox"), BASE),
+    },
+    "mlx-lm 0.32.2": {"gemma": SCALING},
+}
 
 
 def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
@@ -63,6 +73,7 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
                 f"{path}: no older keys are equivalent to {part.model_type}'s {NEW}: readers for "
                 f"transformers 4 would compute a different model"
             )
+        notices += [f"{path}: {line}" for line in dropped(part)]
         if key := missing_period(part):
             notices.append(
                 f"{path}: {part.model_type}'s layer_types are not periodic, so {key} cannot "
@@ -78,6 +89,19 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
     return notices
 
 
+def dropped(config: "PretrainedConfig") -> list[str]:
+    """Return a line for each program that computes a model without its rotary embeddings."""
+    rope = getattr(config, NEW, None) or {}
+    kind, base = rope.get("rope_type", "default"), rope.get("rope_theta", 10000.0)
+    return [
+        f"{program} drops or refuses {what} of {config.model_type}'s rotary embeddings "
+        f"(rope_type {kind}, rope_theta {base:g}), and so may compute a different model"
+        for program, families in DROPPED.items()
+        if (what := families.get(config.model_type))
+        and (kind != "default" or (what == BASE and base != 10000.0))
+    ]
+
+
 def set_tied(config: "PretrainedConfig", model: Any) -> None:
     """Set `tie_word_embeddings` in a config to whether the model ties its embeddings, in place.
 
@@ -90,6 +114,25 @@ def set_tied(config: "PretrainedConfig", model: Any) -> None:
     for part in (config, config.get_text_config()):
         if hasattr(part, "tie_word_embeddings"):
             part.tie_word_embeddings = output.weight is given.weight
+
+
+def drop_idle_share(config: "PretrainedConfig", model: Any) -> list[str]:
+    """Remove a `partial_rotary_factor` that the model ignores, in place; return a line about it.
+
+    transformers 4 would obey it in some of these families, and fail or compute another model.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, NEW, None) or {}
+    if rope.get("rope_type") != "default" or rope.get(NAMES[2], 1.0) == 1.0:
+        return []
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rotated = {2 * each.inv_freq.numel() for each in model.modules() if hasattr(each, "inv_freq")}
+    if rotated != {size}:
+        return []
+    return [
+        f"config.json: {NAMES[2]} {rope.pop(NAMES[2]):g} is left out, since {text.model_type} "
+        f"rotates all {size} values of a head, as in training"
+    ]
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -7,15 +7,18 @@ its hooks may import anything that the training loop may import.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zerolm.features.agc import Agc
 from zerolm.features.chunked_loss import ChunkedLoss
 from zerolm.features.compiled_blocks import CompiledBlocks
 from zerolm.features.completep import Completep
 from zerolm.features.document_mask import DocumentMask
 from zerolm.features.ema import Ema
 from zerolm.features.expert_balance import ExpertBalance
+from zerolm.features.expert_ranks import ExpertRanks
 from zerolm.features.feature import Case, Feature
 from zerolm.features.fp8 import Fp8
 from zerolm.features.gathered_blocks import GatheredBlocks
+from zerolm.features.health import Health
 from zerolm.features.integrity import Integrity
 from zerolm.features.memory_copies import MemoryCopies
 from zerolm.features.qk_clip import QkClip
@@ -25,15 +28,18 @@ if TYPE_CHECKING:
     from zerolm.plan.plan import Plan
 
 FEATURES: tuple[type[Feature], ...] = (
+    Health,
     Integrity,
     Completep,
     ExpertBalance,
+    ExpertRanks,
     ChunkedLoss,
     ZLoss,
     Fp8,
     GatheredBlocks,
     CompiledBlocks,
     DocumentMask,
+    Agc,
     QkClip,
     Ema,
     MemoryCopies,

@@ -35,7 +35,7 @@ class CompiledBlocks(Feature):
     def change_model(self, model: Any) -> None:
         from zerolm.engine import zero3_hooks
 
-        if self.plan.profile.zero_stage == 3:
+        if self.plan.ds.zero_stage == 3:
             zero3_hooks.leave_partitions_out_of_graphs()
 
     def change_engine(self, engine: "Engine") -> str:

@@ -314,7 +314,7 @@ def _group_lines(plan: Any) -> dict[str, str]:
     from zerolm.optim.parameter_groups import decays
 
     model, config = meta_model(plan.model.config), plan.model.config
-    params, of_parameters = plan.profile.optimizer.params, _of_parameters(plan)
+    params, of_parameters = plan.ds.optimizer.params, _of_parameters(plan)
     members: dict[str, list[str]] = {}
     for name in plan.model.shapes:
         members.setdefault(group_of(name) or "", []).append(name)

@@ -23,5 +23,5 @@ class DocumentMask(Feature):
     def change_engine(self, engine: "Engine") -> str:
         from zerolm.attention import mask_check
 
-        precision = self.plan.profile.compute_precision
+        precision = self.plan.ds.compute_precision
         return mask_check.check(engine, self.settings, precision, engine.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerolm.common.values import shown_bytes
 from zerolm.config.flag import count
-from zerolm.features.feature import Case, Feature, RunParts, Step
+from zerolm.features.feature import Case, Feature, RunParts, StepInputs
 from zerolm.run_dir.metrics import BITS_PER_BYTE, LOSS, LOWER, Metric, Panel
 
 BYTES = 4  # float32, per parameter
@@ -84,9 +84,8 @@ class Ema(Feature):
     def summary(cls, plan: Any) -> Mapping[str, str]:
         if not plan.settings.ema_tokens:
             return {}
-        place = "on the device" if plan.profile.optimizer_offload == "none" else "on the host"
-        ranks = plan.world_size // plan.layout.copies
-        size = shown_bytes(BYTES * plan.model.num_parameters / ranks)
+        place = "on the device" if plan.ds.optimizer_offload == "none" else "on the host"
+        size = shown_bytes(BYTES * plan.model.num_parameters / plan.layout.ranks_per_copy)
         half_life = f"half-life {plan.settings.ema_tokens:,} tokens"
         return {"average": f"of the weights, {half_life}, about {size} per rank {place}"}
 
@@ -115,7 +114,7 @@ class Ema(Feature):
             ema.drop(self.engine)
         assert not state or self.average.is_complete
 
-    def after(self, step: Step, result: Any) -> None:
+    def after(self, step: StepInputs, result: Any) -> None:
         if result.applied:
             counted = self.average.update(self.state.get("counted", 0.0), step.tokens)
             self.state = {"counted": counted}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolm.config.flag import real, switch
-from zerolm.features.feature import Batch, Case, Feature, Forward, Row, RunParts, Step
+from zerolm.features.feature import Batch, Case, Feature, Forward, Row, RunParts, StepInputs
 from zerolm.run_dir.metrics import Z_LOSS, Metric, Panel
 
 ROUTER_CHOICE = Panel(
@@ -171,7 +171,7 @@ class ExpertBalance(Feature):
     def attach(self, run: RunParts) -> None:
         from zerolm.routers.routing import Routing
 
-        self.device, self.contributes = run.device, run.layout.contributes(run.rank)
+        self.contributes = run.layout.counts_losses(run.rank)
         self.routing = Routing(
             run.engine.module,
             interval=self.settings.log_interval,
@@ -184,7 +184,7 @@ class ExpertBalance(Feature):
     def loaded(self, state: dict[str, Any]) -> None:
         self.routing.state = self.state = state
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepInputs) -> None:
         self.routing.begin(step.number)
 
     def forward(self, batch: Batch) -> AbstractContextManager[None]:
@@ -194,13 +194,16 @@ class ExpertBalance(Feature):
         self.routing.observe(forward.outputs)
         return self.routing.losses(forward.tokens)
 
-    def sums(self, losses: Sequence[Any]) -> Any:
-        return self.routing.sums(self.device) * self.contributes
+    def sums(self, losses: Sequence[Any]) -> Mapping[str, Any]:
+        return {
+            group: {name: each * self.contributes for name, each in figures.items()}
+            for group, figures in self.routing.sums().items()
+        }
 
-    def summed(self, figures: Sequence[float]) -> None:
+    def summed(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
         self.metrics = self.routing.row(figures)
 
-    def after(self, step: Step, result: Any) -> None:
+    def after(self, step: StepInputs, result: Any) -> None:
         self.routing.end_step(result.applied)
         self.state = self.routing.state
 

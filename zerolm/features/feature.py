@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zerolm.checkpoint.directory import Checkpoint
     from zerolm.checkpoint.manifest import Progress
     from zerolm.distributed.layout import Layout
+    from zerolm.distributed.named_sums import Figures
     from zerolm.ds_config.profile import Profile
     from zerolm.engine.protocol import Engine
     from zerolm.engine.step_gate import StepGate
@@ -45,12 +46,12 @@ class Case(NamedTuple):
     settings: Any
     config: "PretrainedConfig"
     profile: "Profile"
-    world_size: int
+    layout: "Layout"
     device: str
     initial: Any = None
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The inputs of a step on one rank.
 
     Attributes:
@@ -94,22 +95,18 @@ class StepResult:
 
     Attributes:
         loss: mean cross-entropy over the target tokens of the global batch.
-        source_losses, source_tokens: sum of losses and number of targets per source, (S,).
-        text_losses, text_bytes: per source, the sum of losses over targets that represent text, and
-            the number of bytes in that text, (S,); empty if token bytes are unknown.
+        by_source: {name: a sum for each source}: `losses` and `tokens` of targets; if token bytes
+            are known, also `text_losses` of targets that represent text, and its `text_bytes`.
         penalties: weighted losses minimized in addition to the loss (router loss and z-losses), by
             metric name.
         grad_norm: 2-norm of the gradient before clipping; infinity if not finite.
         applied: False if the optimizer step was refused or DeepSpeed skipped it.
-        flags: sums over ranks of the `flags` in each rank's `Step`.
+        flags: sums over ranks of the `flags` in each rank's `StepInputs`.
         micro_losses: mean loss of each micro-batch on this rank.
     """
 
     loss: float
-    source_losses: list[float]
-    source_tokens: list[float]
-    text_losses: list[float] = field(default_factory=list)
-    text_bytes: list[float] = field(default_factory=list)
+    by_source: Mapping[str, list[float]]
     penalties: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
     learning_rate: float = 0.0
@@ -227,11 +224,11 @@ class Feature(Part):
 
     # ---- A step
 
-    def passes(self, compute: Callable[[], StepResult], step: Step) -> StepResult:
+    def passes(self, compute: Callable[[], StepResult], step: StepInputs) -> StepResult:
         """Run the passes over a batch; `compute` accumulates its gradient."""
         return compute()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepInputs) -> None:
         """Prepare for a pass over a batch."""
 
     def forward(self, batch: Batch) -> AbstractContextManager[Any]:
@@ -242,31 +239,41 @@ class Feature(Part):
         """Observe a micro-batch; return its share of weighted losses to minimize, by metric."""
         return {}
 
-    def sums(self, losses: Sequence["torch.Tensor"]) -> "torch.Tensor | None":
+    def backward(self, batch: Batch) -> AbstractContextManager[Any]:
+        """Return a context for the backward pass over a micro-batch."""
+        return nullcontext()
+
+    def sums(self, losses: Sequence["torch.Tensor"]) -> Mapping[str, "Figures"]:
         """Return this rank's figures, to be summed over ranks along with the step's own figures.
 
         Args:
             losses: mean loss of each micro-batch on this rank.
 
         Returns:
-            A float64 tensor (n,) on the device, with the same n on every rank.
+            {group: {name: float64 tensor () or (n,) on the device}}. Every rank must return the
+            same groups; a name may be absent on ranks that have nothing to add to it. If a name
+            joins a group later, every rank must add one in that step.
         """
-        return None
+        return {}
 
-    def summed(self, figures: Sequence[float]) -> None:
-        """Receive the sums of `sums` over ranks; empty if `sums` returned None."""
+    def summed(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Receive the sums over ranks of the groups of `sums`, with the names of all ranks.
+
+        Args:
+            figures: {group: {name: number or list of numbers}}.
+        """
 
     def update(self, result: StepResult) -> AbstractContextManager[Any]:
         """Return a context for the optimizer step."""
         return nullcontext()
 
-    def after(self, step: Step, result: StepResult) -> None:
+    def after(self, step: StepInputs, result: StepResult) -> None:
         """Run after the optimizer step, whether or not it was applied."""
 
     # ---- Between two steps
 
     def row(self, result: StepResult) -> Row:
-        """Return the last step's metrics; called if the step is reported."""
+        """Return the last step's metrics; called if the step is reported. May replace `state`."""
         return {}
 
     def between_saves(self) -> None:

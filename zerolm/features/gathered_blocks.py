@@ -17,8 +17,8 @@ class GatheredBlocks(Feature):
     def wanted(cls, plan: Any) -> bool:
         from zerolm.ds_config.gathering import gathers_blocks
 
-        return plan.profile.zero_stage == 3 and gathers_blocks(
-            plan.profile,
+        return plan.ds.zero_stage == 3 and gathers_blocks(
+            plan.ds,
             plan.model.block_sizes,
             hidden_size=plan.model.hidden_size,
             ranks=plan.world_size,

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from zerolm.config.flag import count, switch
-from zerolm.features.feature import Case, Feature, RunParts, Step
+from zerolm.features.feature import Case, Feature, RunParts, StepInputs
 
 MAX_PARAMETERS = 16  # listed in an event
 
@@ -57,29 +57,31 @@ class Integrity(Feature):
     def attach(self, run: RunParts) -> None:
         from zerolm.integrity.checks import Checks
 
-        self.journal, profile = run.journal, self.plan.profile
+        self.journal = run.journal
         self.checks = Checks(
             run.engine,
             partial(run.gate.discard, run.engine),
             interval=self.settings.replay_interval,
             seed=self.settings.seed,
-            replicated=profile.zero_stage < 3 and run.layout.tensor == 1,
-            overflows_are_normal=profile.precision == "fp16",
+            replicated=run.layout.weights_are_equal(),
+            overflows_are_normal=self.plan.ds.precision == "fp16",
         )
 
     def loaded(self, state: dict[str, Any]) -> None:
         self.checks.restart()
 
-    def passes(self, compute: Callable[[], Any], step: Step) -> Any:
+    def passes(self, compute: Callable[[], Any], step: StepInputs) -> Any:
         return self.checks.checked(step.number, step.batches, compute, step.fault)
 
-    def sums(self, losses: Sequence[Any]) -> Any:
-        return self.checks.figures(losses)
+    def sums(self, losses: Sequence[Any]) -> Mapping[str, Any]:
+        figures = self.checks.figures(losses)
+        return {} if figures is None else {"first pass": {"figures": figures}}
 
-    def summed(self, figures: Sequence[float]) -> None:
-        self.checks.summed = figures
+    def summed(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
+        if figures:
+            self.checks.summed = figures["first pass"]["figures"]
 
-    def after(self, step: Step, result: Any) -> None:
+    def after(self, step: StepInputs, result: Any) -> None:
         self.checks.end_step(step.number)
         if self.checks.replayed is not None:
             self._log(step.number, self.checks.replayed)

@@ -58,7 +58,7 @@ class MemoryCopies(Feature):
 
         interval = settings.memory_checkpoint_interval
         where = f"{settings.where('memory_checkpoint_interval')}: {interval}"
-        if "nvme" in (plan.profile.optimizer_offload, plan.profile.param_offload):
+        if "nvme" in (plan.ds.optimizer_offload, plan.ds.param_offload):
             yield (
                 f"{where}: states on NVMe cannot be copied to memory. Remove the flag, or use a "
                 f"profile without NVMe."
@@ -66,7 +66,7 @@ class MemoryCopies(Feature):
         if plan.device == "absent":
             return
         (rank, host), ranks = sizes(plan), machine.ranks_of_host(environment)
-        ranks = min(ranks, plan.world_size // plan.layout.copies)  # ranks with different states
+        ranks = min(ranks, plan.layout.ranks_per_copy)  # ranks with different states
         required = memory.KEPT * (ranks * rank + host)
         needed = max(0, required - memory.bytes_on_host(plan.run_dir))
         places = {
@@ -108,8 +108,8 @@ class MemoryCopies(Feature):
         from zerolm.checkpoint import memory
 
         self.run, self.interval = run, self.settings.memory_checkpoint_interval
-        shard = run.rank % (run.engine.world_size // run.layout.copies)
-        self.copies = memory.connect(run.run_dir, run.rank, run.engine.checkpoint_mp_rank, shard)
+        weights, states = (run.layout.axis(name, run.rank).ranks[0] for name in ("zero", "copies"))
+        self.copies = memory.connect(run.run_dir, run.rank, weights, states)
 
     def find_checkpoint(
         self, usable: Callable[["Checkpoint"], bool]
@@ -135,14 +135,16 @@ def sizes(plan: Any) -> tuple[int, int]:
     """Return the bytes of one copy per rank, and the additional bytes per host for the weights
     under ZeRO-1 and 2.
 
-    There, all ranks on a host load the same weights, so only one rank writes them.
+    There, all ranks on a host load the same file of weights, so only one rank writes it. A rank
+    whose weights are not in it computes them from its master weights.
     """
     from zerolm.plan import memory
 
-    shapes, profile = plan.model.shapes, plan.profile
-    total = memory.checkpoint_bytes(shapes, profile, kept_bytes=plan.settings.kept_bytes())
-    weights = memory.weight_file_bytes(shapes, profile)
-    return -(-(total - weights) // (plan.world_size // plan.layout.copies)), weights
+    shapes, profile = plan.model.shapes, plan.ds
+    kept, experts = plan.settings.kept_bytes(), plan.layout.experts
+    total = memory.checkpoint_bytes(shapes, profile, kept_bytes=kept, experts=experts)
+    weights = memory.weight_file_bytes(shapes, profile, experts)
+    return -(-(total - weights) // plan.layout.ranks_per_copy), weights
 
 
 def free_memory() -> int | None:

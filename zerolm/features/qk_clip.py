@@ -8,7 +8,7 @@ from typing import Any
 
 from zerolm.common.values import shown_bytes
 from zerolm.config.flag import real
-from zerolm.features.feature import Batch, Case, Feature, Row, RunParts, Step
+from zerolm.features.feature import Batch, Case, Feature, Row, RunParts, StepInputs
 from zerolm.run_dir.metrics import Metric, Panel
 
 LARGEST = "train/max_attention_logit"
@@ -57,6 +57,9 @@ class QkClip(Feature):
             default=0.0,
             changes_curve=True,
             planned=True,
+            not_with=dict.fromkeys(
+                ("tensor", "sequence"), "no rank has the logits of all heads and tokens"
+            ),
         )
 
     @classmethod
@@ -65,7 +68,6 @@ class QkClip(Feature):
         if not settings.qk_clip:
             return
         from zerolm.ds_config.optimizers import master_problems
-        from zerolm.ds_config.parallel_rules import parallel_key
         from zerolm.model import attention_logits
 
         where = f"{settings.where('qk_clip')}: {settings.qk_clip:g}"
@@ -80,11 +82,6 @@ class QkClip(Feature):
             yield (
                 f"{where} is not supported together with --attn_implementation flex_attention, "
                 f"whose masks cannot be read. Use sdpa or auto."
-            )
-        if parallel := parallel_key(case.profile, case.world_size):
-            yield (
-                f"{where} is not supported together with {settings.deepspeed_config}: {parallel}: "
-                f"no rank has the logits of all heads and tokens. Remove one of them."
             )
         yield from master_problems(case.profile, where, "clipped", "clipping")
 
@@ -110,7 +107,7 @@ class QkClip(Feature):
         values = attention_logits.block_values(
             layers, settings.micro_batch_size, settings.seq_len, plan.device
         )
-        held = values * (4 if plan.profile.compute_precision == "fp32" else 2)
+        held = values * (4 if plan.ds.compute_precision == "fp32" else 2)
         heads = sum(one.num_heads for one in layers)
         return {
             "attention logits": f"at most about {settings.qk_clip:g} in each of {heads:,} heads, "
@@ -131,7 +128,7 @@ class QkClip(Feature):
         outputs = [layer.outputs for layer in self.layers]
         self.clip = qk_clip.QkClip(run.engine, self.settings.qk_clip, outputs)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepInputs) -> None:
         self.measure.begin()
 
     def forward(self, batch: Batch) -> AbstractContextManager[Any]:

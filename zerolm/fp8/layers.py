@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerolm.engine import replaced
 from zerolm.fp8.linear import MULTIPLE, Fp8Linear
 from zerolm.model.architecture import (
     ConfigKey,
@@ -92,4 +93,4 @@ def unsupported_device(kind: str) -> str | None:
 def install(model: Any) -> None:
     """Convert a model's layers in place; call before `deepspeed.initialize`."""
     for layer in find_layers(model).chosen.values():
-        layer.__class__ = Fp8Linear  # keeps the layer's parameters, hooks and name
+        replaced.install(layer, "__class__", Fp8Linear)  # keeps parameters, hooks and name

@@ -8,7 +8,7 @@ the same decision in the same step, since figures are summed over ranks along wi
 import hashlib
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -237,19 +237,14 @@ class Checks:
         lines = self._seal.changed() if changed else []
         if sum(int(_broken_shifts(batch)) for batch in batches):
             lines.append("token ids of the batch")
-        digests = gather_objects(self._seal.digest_of_copies()) if unequal else []
+        digests = gather_objects(self._seal.digests_of_copies()) if unequal else []
         found = gather_objects((place(self._engine), lines))
         guilty = [where for where, lines in found if lines]
         texts = [f"{shown(where)}: {'; '.join(lines)}" for where, lines in found if lines]
         if guilty:
             return self._error(step, f"changed in memory: {' | '.join(texts)}", guilty)
-        usual = max(digests, key=digests.count)
-        clear = 2 * digests.count(usual) > len(digests)
-        guilty = [
-            where
-            for (where, _), each in zip(found, digests, strict=True)
-            if each != usual or not clear
-        ]
+        ranks = sorted({rank for share in range(len(digests)) for rank in _odd(digests, share)})
+        guilty = [found[rank][0] for rank in ranks]
         return self._error(step, f"ranks have different copies of {self._seal.copied}", guilty)
 
     def _error(self, step: int, what: str, places: Sequence[dict[str, Any]]) -> CorruptionError:
@@ -259,6 +254,17 @@ class Checks:
             f"the same command resumes from the newest checkpoint. Leave that host out if you can.",
             places,
         )
+
+
+def _odd(digests: Sequence[Mapping[int, int]], share: int) -> list[int]:
+    """Return the ranks whose digest of a share differs from that of most; if there is no majority,
+    all that have it.
+    """
+    found = {rank: each[share] for rank, each in enumerate(digests) if share in each}
+    values = list(found.values())
+    usual = max(values, key=values.count, default=0)
+    clear = 2 * values.count(usual) > len(values)
+    return [rank for rank, each in found.items() if each != usual or not clear]
 
 
 def _broken_shifts(batch: Batch) -> torch.Tensor:

@@ -93,7 +93,9 @@ class PassRecorder:
         (parameters,).
         """
         slices = self._slices()
-        return torch.stack(list(torch._foreach_norm(slices, 2, torch.float32) if slices else ()))
+        if not slices:  # a rank may own only padding
+            return torch.zeros(0, device=self._engine.device)
+        return torch.stack(list(torch._foreach_norm(slices, 2, torch.float32)))
 
     def result(self, losses: Sequence[torch.Tensor]) -> Pass:
         """Return the completed pass; waits for the device.
@@ -101,10 +103,11 @@ class PassRecorder:
         Args:
             losses: the loss of each micro-batch on this rank.
         """
+        digests = [digest(each) for each in self._slices()]
         return Pass(
             [int(digest(loss[None])) for loss in losses],
             torch.stack(self._chain).tolist() if self._chain else [],
-            torch.stack([digest(each) for each in self._slices()]).tolist(),
+            torch.stack(digests).tolist() if digests else [],
             self.norms().tolist(),
         )
 

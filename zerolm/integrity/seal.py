@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import distributed
 
+from zerolm.engine.experts import divided_groups, divided_parameters
+from zerolm.engine.parameters import residence
 from zerolm.engine.protocol import Engine
 from zerolm.engine.states import WEIGHTS, State, parameters_in, shard_group, states
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
@@ -28,7 +30,8 @@ class Seal:
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         replicated: whether every rank stores all weights, so their digests must be equal. With
-            `--shard_within`, the digests of the groups' states must be equal too.
+            `--shard_within`, the digests of the groups' states must be equal too; with
+            `--expert_parallel`, those of experts on the ranks that have the same.
 
     Attributes:
         copied: description of the replicated states, for messages.
@@ -40,6 +43,12 @@ class Seal:
         in_groups = replicated and distributed.get_world_size(group) < engine.world_size
         self._group = group if in_groups else None
         self.copied = "weights or optimizer states" if in_groups else "the weights"
+        self._divided = divided_groups(engine)
+        self._share, self._shares = 0, 0  # which experts this rank has, of how many shares
+        if self._divided:
+            each = next(iter(divided_parameters(engine.module).values()))
+            own = residence(each)
+            self._share, self._shares = own.start // own.length, own.shape[0] // own.length
         self._states: list[State] = []
         # keyed by address, size and dtype
         self._digests: dict[tuple[int, int, torch.dtype], Callable[[], torch.Tensor]] = {}
@@ -102,7 +111,7 @@ class Seal:
         known = cost if cost < 1.0 else 0.0  # zero also if neither has been measured
         if not self._sealed:
             if known != self._idle_cost:
-                size = 3 + 2 * PARTS * self._replicated
+                size = 3 + 2 * PARTS * (1 + self._shares) * self._replicated
                 self._idle = torch.zeros(size, dtype=torch.float64, device=device)
                 self._idle[0].fill_(known)  # copying a tensor would wait for the device
                 self._idle_cost = known
@@ -121,7 +130,10 @@ class Seal:
         if not self._replicated:
             return torch.cat([head, changed])
         shifts = torch.arange(PARTS, device=device) * PART_BITS
-        bits = (self._of_copies(self._states, self._now) >> shifts) & ((1 << PART_BITS) - 1)
+        digests = torch.zeros(1 + self._shares, dtype=torch.int64, device=device)
+        for share, each in self._of_copies(self._states, self._now).items():
+            digests[share] = each
+        bits = ((digests[:, None] >> shifts) & ((1 << PART_BITS) - 1)).flatten()
         return torch.cat([head, changed, torch.cat([bits, bits.square()]).double()])
 
     def agree(self, figures: list[float]) -> tuple[bool, bool]:
@@ -134,10 +146,10 @@ class Seal:
         cost, count, changed, *parts = figures
         world_size = self._engine.world_size
         self._interval = min(MAX_INTERVAL, max(1, -int(-cost / world_size // BUDGET)))
-        unequal = any(
-            int(count) * int(square) != int(total) ** 2  # exact, unlike float products
-            for total, square in zip(parts[:PARTS], parts[PARTS:], strict=True)
-        )
+        half, unequal = len(parts) // 2, False
+        for number, (total, square) in enumerate(zip(parts[:half], parts[half:], strict=True)):
+            copies = int(count) // (self._shares if number >= PARTS else 1)
+            unequal |= copies * int(square) != int(total) ** 2  # exact, unlike float products
         return changed > 0, unequal
 
     def changed(self) -> list[str]:
@@ -151,24 +163,33 @@ class Seal:
                 lines.append(f"{state.kind}, in {shown}")
         return lines
 
-    def digest_of_copies(self) -> int:
-        """Return the digest of the states that are replicated on other ranks. Every rank must call
-        this.
+    def digests_of_copies(self) -> dict[int, int]:
+        """Return the digests of the states that are replicated on other ranks, by share of the
+        experts, 0 for what all ranks have. Every rank must call this.
         """
         now = list(states(self._engine))
-        return int(self._of_copies(now, [piecewise(state.values) for state in now]))
+        found = self._of_copies(now, [piecewise(state.values) for state in now])
+        return {share: int(each) for share, each in found.items()}
 
-    def _of_copies(self, now: Sequence[State], digests: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the digest of the weights and, with `--shard_within`, of the group's states."""
-        weights, others = list[torch.Tensor](), list[torch.Tensor]()
+    def _of_copies(
+        self, now: Sequence[State], digests: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return the digests of the weights and, with `--shard_within`, of the group's states."""
+        weights, others, experts = (list[torch.Tensor]() for _ in range(3))
         for state, each in zip(now, digests, strict=True):
-            (weights if state.kind == WEIGHTS else others).append(each)
+            if state.kind != WEIGHTS:
+                others.append(each)
+            else:
+                (experts if state.group in self._divided else weights).append(each)
         total = torch.cat(weights).sum().to(self._engine.device)
         if self._group is not None:
             of_group = torch.cat(others).sum()
             distributed.all_reduce(of_group, group=self._group)
             total += of_group
-        return total
+        found = {0: total}
+        if experts:
+            found[1 + self._share] = torch.cat(experts).sum()
+        return found
 
     def _parameters(self, state: State, piece: int) -> list[str]:
         return parameters_in(self._engine, state, *values_of_piece(state.values, piece))

@@ -10,11 +10,13 @@ devices.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from zerolm.common.remembered import recall
 from zerolm.config.settings import SELECTIVE, Recompute
+from zerolm.engine import replaced
 from zerolm.model.activation_checkpointing import is_saved
 from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 META_ATTENTION = "zerolm_meta_attention"  # name in transformers' table of attention functions
 # float32 gradients of log-probabilities and of logits, alive at the same time
 LOGIT_GRADIENT_BYTES = 8
+
+
+class UntraceableError(Exception):
+    """A model cannot be traced."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ def trace(
             estimate is computed for uncompiled blocks, which is an upper bound.
 
     Raises:
-        Exception: the model cannot be built, or its class depends on values, which meta tensors do
-            not have; the exception may have any type.
+        UntraceableError: the model cannot be built, or its class depends on values, which meta
+            tensors do not have.
     """
     found = _trace(ConfigKey.of(config), seq_len, precision, eager)
     if not compiled:
@@ -128,9 +134,32 @@ def trace(
 def _trace(
     key: ConfigKey, seq_len: int, precision: str, eager: bool, compiled: bool = False
 ) -> Activations:
+    def attempt() -> Activations | str:
+        try:
+            return _traced(key, seq_len, precision, eager, compiled)
+        except MemoryError:
+            raise
+        except Exception as error:  # of any type: the class depends on values
+            return f"{type(error).__name__}: {error}"
+
+    found: Activations | str = recall(
+        "activations",
+        key.inputs(seq_len, precision, eager, compiled),
+        attempt,
+        lambda one: one if isinstance(one, str) else asdict(one),
+        lambda known: known if isinstance(known, str) else Activations(**known),
+    )
+    if isinstance(found, str):
+        raise UntraceableError(found)
+    return found
+
+
+def _traced(
+    key: ConfigKey, seq_len: int, precision: str, eager: bool, compiled: bool
+) -> Activations:
     import torch
 
-    from zerolm.model.loss import token_losses
+    from zerolm.model.forward import token_losses
 
     model = meta_model(key.config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
@@ -257,7 +286,8 @@ def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
 
     for block in decoder_blocks(model):
         remove_output_recorders(model, block)
-        block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+        compiled = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+        replaced.install(block, "forward", compiled)
     before = {name: counts.copy() for name, counts in counters.items()}
     try:
         with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS), warnings.catch_warnings():
@@ -366,11 +396,5 @@ def fused_kernels(
     ALL_ATTENTION_FUNCTIONS.register(META_ATTENTION, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(META_ATTENTION, lambda *args, **kwargs: None)
     model.config._attn_implementation = "eager" if eager else META_ATTENTION
-    product = getattr(moe, "_grouped_mm", None)
-    try:
-        if product is not None:
-            moe._grouped_mm = multiply
+    with replaced.installed(moe, "_grouped_mm", multiply):
         yield
-    finally:
-        if product is not None:
-            moe._grouped_mm = product

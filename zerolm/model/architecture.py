@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.model.known_config import KnownConfig, actual
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class: Any
+    config = actual(config)
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
@@ -275,7 +277,14 @@ class ConfigKey:
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ConfigKey":
-        return cls(config, config.to_json_string(), type(config))
+        kind = config.class_name() if isinstance(config, KnownConfig) else type(config)
+        return cls(config, config.to_json_string(), kind)
+
+    def inputs(self, *more: object) -> list[object]:
+        """Return what identifies the config, and more, among remembered values."""
+        kind = self.config_class
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        return [name, self.values, *more]
 
 
 def num_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -293,7 +302,7 @@ def num_experts(config: "PretrainedConfig") -> tuple[int | None, int | None]:
     models.
     """
     text = config.get_text_config()
-    parts = [text, *(getattr(text, name, None) for name in type(text).sub_configs)]
+    parts = [text, *(getattr(text, name, None) for name in text.sub_configs)]
     return _first_value(parts, EXPERT_COUNT_KEYS), _first_value(parts, EXPERTS_PER_TOKEN_KEYS)
 
 

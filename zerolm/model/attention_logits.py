@@ -18,7 +18,7 @@ from torch import nn
 from zerolm.engine.qk_clip import QUERY_AND_KEY, QUERY_ONLY, UNCHANGED, HeadOutputs
 from zerolm.model.activation_memory import fused_kernels
 from zerolm.model.architecture import ConfigKey, layer_configs, meta_model
-from zerolm.model.loss import token_losses
+from zerolm.model.forward import token_losses
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,12 +17,14 @@ from torch import distributed as dist
 from zerolm.config.settings import Recompute
 from zerolm.engine.parameters import (
     cast,
+    divided_over,
     gathered,
     is_partitioned,
     partitioned_while_built,
     zero_padding,
 )
 from zerolm.engine.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
+from zerolm.model import experts
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import train_every_row
 from zerolm.model.init_check import InitializationReport, check_initialization
@@ -56,6 +58,7 @@ def build_model(
     initial: "InitialValues | None" = None,
     factors: Mapping[str, float] = MappingProxyType({}),
     alone: bool = False,
+    expert_degree: int = 1,
 ) -> "PreTrainedModel":
     """Build and initialise a causal LM for training. Every rank must call this, unless `alone`.
 
@@ -71,10 +74,14 @@ def build_model(
             values.
         factors: {parameter name: factor for its random values}.
         alone: whether this rank computes all values itself; not supported with `zero3_config`.
+        expert_degree: number of neighbouring ranks over which experts are divided; their groups
+            must exist.
     """
     weights = initial or InitialWeights(config, seed, factors)
     with partitioned_while_built(zero3_config):
-        model = _construct(config, dtype, attn_implementation)
+        model = construct(config, dtype, attn_implementation)
+    if expert_degree > 1:
+        experts.divide(model, expert_degree)
     if zero3_config is None:
         torch.nn.Module.to(model, device)
     else:
@@ -100,9 +107,10 @@ def build_model(
     return model.train()
 
 
-def _construct(
+def construct(
     config: "PretrainedConfig", dtype: torch.dtype, attn_implementation: str
 ) -> "PreTrainedModel":
+    """Construct a model, whose parameters are still to be initialized."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -162,9 +170,9 @@ def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, al
                 if rank == writer:
                     for name, target in zip(names, targets, strict=True):
                         target.copy_(values[name])
-                if world_size > 1:  # `gathered` broadcasts partitioned parameters on exit
+                if world_size > 1:  # `gathered` broadcasts what it has gathered on exit
                     for target in targets:
-                        if not is_partitioned(target):
+                        if not is_partitioned(target) and divided_over(target) != "experts":
                             dist.broadcast(target.data, src=writer)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zerolm.engine import replaced
+
 
 class ChunkedHead(nn.Linear):
     """A linear output head that returns losses instead of logits inside `computing_losses`.
@@ -69,7 +71,7 @@ def install(model: Any, chunk_tokens: int, squares: bool = False) -> None:
     """
     head = model.get_output_embeddings()
     assert type(head) is nn.Linear, type(head)
-    head.__class__ = ChunkedHead  # keeps the head's parameters, hooks and name
+    replaced.install(head, "__class__", ChunkedHead)  # keeps parameters, hooks and name
     vars(head).update(chunk_tokens=chunk_tokens, targets=None, squares=squares)
 
 

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.machine import compile_problem
-from zerolm.model.architecture import decoder_blocks, meta_model
+from zerolm.common.remembered import recall
+from zerolm.engine import replaced
+from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,8 +35,12 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
     """
     if device != "absent" and (why := compile_problem(device)):
         return why
-    model = meta_model(config)
-    return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
+
+    def reason() -> str | None:
+        model = meta_model(config)
+        return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
+
+    return recall("compilation", ConfigKey.of(config).inputs(), reason)
 
 
 # ---- Compilation
@@ -55,7 +61,8 @@ def compile_blocks(model: "nn.Module") -> str:
     blocks: list[Any] = decoder_blocks(model)
     for block in blocks:
         recorders = remove_output_recorders(model, block)
-        block.forward = _with_routers(block, recorders) if recorders else _compiled(block.forward)
+        forward = _with_routers(block, recorders) if recorders else _compiled(block.forward)
+        replaced.install(block, "forward", forward)
     if next(model.parameters()).device.type == "cpu":
         compiled_attention.install()
     setattr(model, COMPILED_LOSS, _compiled(cross_entropies))

@@ -14,7 +14,7 @@ from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.common.values import shown
 from zerolm.config.custom_code import kernel_problems
-from zerolm.model import config_keys
+from zerolm.model import config_keys, config_words
 from zerolm.model.architecture import has_padding_position, num_experts
 
 if TYPE_CHECKING:
@@ -73,7 +73,11 @@ def load_model_config(
     if problems := _size_problems(str(file), values):
         raise ConfigError(problems)
     config_class = _config_class(file, values)
-    config, problems = _construct(file, config_class, values)
+    words = config_words.word_problems(str(file), config_class, values)
+    wrong = {key.partition(".")[0] for key in words}
+    known = {key: value for key, value in values.items() if key not in wrong}
+    config, problems = construct(str(file), config_class, known)
+    problems += words.values()
     if config is not None:
         problems += _contradictions(file, config)
         problems += _check_keys(file, config, values, notices)
@@ -159,8 +163,8 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
     return config_class
 
 
-def _construct(
-    file: Path, config_class: type["PretrainedConfig"], values: dict[str, Any]
+def construct(
+    where: str, config_class: type["PretrainedConfig"], values: dict[str, Any]
 ) -> tuple["PretrainedConfig | None", list[str]]:
     """Return the config without the values that its class refuses, and the problems found."""
     problems: list[str] = []
@@ -175,10 +179,10 @@ def _construct(
             if field and "expected float, got int" in reason and _make_float(accepted, field[1]):
                 continue  # in JSON, 1 is equivalent to 1.0
             if field and field[1] in accepted:
-                problems.append(f"{file}: {field[1]}: {reason}")
+                problems.append(f"{where}: {field[1]}: {reason}")
                 del accepted[field[1]]
                 continue
-            return None, [*problems, f"{file}: {reason}"]
+            return None, [*problems, f"{where}: {reason}"]
 
 
 def _make_float(values: dict[str, Any], key: str) -> bool:

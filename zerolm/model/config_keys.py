@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from zerolm.common.values import shown
+from zerolm.engine import replaced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,13 +70,13 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
         for a size), or None}.
     """
     unread: dict[str, str | None] = {}
-    for prefix, part, given in _parts(config, values):
-        declared = _declared(type(part))
+    for prefix, part, given in parts(config, values):
+        declared = declared_keys(type(part))
         # Keys converted by the class do not become attributes.
         candidates = [key for key in given if key not in declared and key in vars(part)]
         if not candidates:
             continue
-        read = _names_read(_files(type(part)))
+        read = names_read(family_files(type(part)))
         # `idle_keys` covers the outer config's copies of these keys.
         text = getattr(part, "text_config", None)
         for key in candidates:
@@ -94,14 +94,14 @@ def idle_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str
     """
     text = config.get_text_config()
     idle: dict[str, str] = {}
-    for prefix, part, given in _parts(config, values):
+    for prefix, part, given in parts(config, values):
         if getattr(part, "is_heterogeneous", False):  # a key may have one value per layer
             continue
         found = _router_keys(text, part, given) | _window_keys(part, given)
         found |= _rope_keys(part, given)
         found |= _replaced_keys(part, given)
         if part is config and text is not config:
-            misplaced = (_declared(type(text)) - _declared(type(config))) & given.keys()
+            misplaced = (declared_keys(type(text)) - declared_keys(type(config))) & given.keys()
             found |= {
                 key: "it belongs in text_config"
                 for key in misplaced
@@ -179,7 +179,7 @@ def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[s
     """Find declared keys whose value in the config differs from the file."""
     return {
         key: f"{type(part).__name__} makes it {shown(found)}"
-        for key in _declared(type(part)) & given.keys()
+        for key in declared_keys(type(part)) & given.keys()
         if isinstance(given[key], bool | int | float | str)
         and isinstance(found := getattr(part, key, None), bool | int | float | str)
         and found != given[key]
@@ -198,7 +198,7 @@ def recorded_reads() -> Iterator[set[str]]:
         read.add(name)
         return original(config, name)
 
-    with mock.patch.object(PretrainedConfig, "__getattribute__", get):
+    with replaced.installed(PretrainedConfig, "__getattribute__", get):
         yield read
 
 
@@ -217,18 +217,18 @@ def unused_keys(
     import transformers
 
     package = Path(inspect.getfile(transformers)).parent
-    general = _names_read(frozenset(package / name for name in GENERAL_MODULES))
+    general = names_read(frozenset(package / name for name in GENERAL_MODULES))
     unused: list[str] = []
     text = config.get_text_config()
-    for prefix, part, given in _parts(config, values):
+    for prefix, part, given in parts(config, values):
         other = text is not config and part is not config and part is not text
         if other or part.model_type in BUILT_LATER:
             continue
-        files = _files(type(part)) | _files(model_class)
-        used = read | general | _names_read(files, constructors=False)
-        used |= _declared(transformers.PretrainedConfig)
+        files = family_files(type(part)) | family_files(model_class)
+        used = read | general | names_read(files, constructors=False)
+        used |= declared_keys(transformers.PretrainedConfig)
         aliases = type(part).attribute_map
-        for key in sorted(_declared(type(part)) & given.keys()):
+        for key in sorted(declared_keys(type(part)) & given.keys()):
             names = {key, aliases.get(key, key), *(n for n in aliases if aliases[n] == key)}
             is_default = getattr(type(part), aliases.get(key, key), None) == given[key]
             is_value = isinstance(given[key], bool | int | float | str)
@@ -238,7 +238,7 @@ def unused_keys(
     return unused
 
 
-def _parts(
+def parts(
     config: "PretrainedConfig", values: Mapping[str, Any]
 ) -> Iterator[tuple[str, "PretrainedConfig", Mapping[str, Any]]]:
     """Yield (key prefix, config, values in the file) for the config and each of its sub-configs."""
@@ -246,11 +246,11 @@ def _parts(
     for name in type(config).sub_configs:
         part = getattr(config, name, None)
         if part is not None and isinstance(values.get(name), dict):
-            for prefix, inner, given in _parts(part, values[name]):
+            for prefix, inner, given in parts(part, values[name]):
                 yield f"{name}.{prefix}", inner, given
 
 
-def _declared(config_class: type["PretrainedConfig"]) -> set[str]:
+def declared_keys(config_class: type["PretrainedConfig"]) -> set[str]:
     import dataclasses
 
     declared = {field.name for field in dataclasses.fields(config_class)}
@@ -284,14 +284,14 @@ def _is_typing_error(key: str, other: str) -> bool:
     return similar and max(len(word), len(meant)) >= SHORTEST_WORD
 
 
-def _files(of_family: type) -> frozenset[Path]:
+def family_files(of_family: type) -> frozenset[Path]:
     """Return the source files of the model family to which a class belongs."""
     folder = Path(inspect.getfile(of_family)).parent
     return frozenset((*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")))
 
 
 @functools.cache
-def _names_read(files: frozenset[Path], *, constructors: bool = True) -> frozenset[str]:
+def names_read(files: frozenset[Path], *, constructors: bool = True) -> frozenset[str]:
     """Return the names that source files read from configs, and all quoted words.
 
     Args:

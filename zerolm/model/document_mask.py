@@ -7,8 +7,7 @@ The inputs depend on the model's attention implementation:
     eager, sdpa        otherwise: positions that restart with each document and no mask;
                        transformers makes the mask of each kind of layer, which `isolating_masks`
                        limits to documents
-    flex_attention     the same positions, from which transformers makes the masks
-                       (masking_utils.py, `find_packed_sequence_indices`)
+    flex_attention     the same
     flash_attention_*  the same positions, and the document boundaries for the varlen kernel, which
                        transformers derives from the positions only for a single row
                        (modeling_flash_attention_utils.py, `_is_packed_sequence`)
@@ -26,6 +25,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from zerolm.config.settings import VARLEN
+from zerolm.engine import replaced
 from zerolm.model.architecture import layer_configs, router_loss_coefficient
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
         with told_documents(None), masks:
             yield
         return
-    if documents is None or kernel not in ANY_MASK or _takes_own_mask(model.config):
+    made_by_transformers = kernel in (*ANY_MASK, "flex_attention")
+    if documents is None or not made_by_transformers or _takes_own_mask(model.config):
         with told_documents(documents):
             yield
         return
@@ -140,12 +141,10 @@ def told_documents(documents_BT: "torch.Tensor | None") -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: documents_BT
-    try:
+    with replaced.installed(
+        masking_utils, "find_packed_sequence_indices", lambda position_ids: documents_BT
+    ):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = original
 
 
 def _positions_depend_on_ids(model: Any) -> bool:

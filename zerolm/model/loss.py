@@ -1,63 +1,16 @@
 """The loss of each token in a micro-batch, defined identically for training and evaluation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from zerolm.model.architecture import router_loss_coefficient
 from zerolm.model.chunked_loss import find_chunked_head
-from zerolm.model.document_mask import isolating_inputs, isolating_masks
 
 IGNORED = -100  # target at positions without loss, as in torch and Hugging Face
 COMPILED_LOSS = "compiled_cross_entropies"  # model attribute: compiled `cross_entropies`
-
-
-def token_losses(
-    model: Any, batch: dict[str, torch.Tensor], observe: Callable[[Any], None] | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model on a micro-batch and return the loss of each token.
-
-    The sum of the losses, divided once by the number of targets in the GLOBAL batch, gives the
-    same loss and gradient for any split into ranks and micro-batches. A mean of means would not if
-    rows have different numbers of targets. A `ChunkedHead` returns the same losses.
-
-    Args:
-        model: a causal LM or a DeepSpeed engine around one.
-        batch: `input_ids` and `targets`, (B, T) int64; targets are shifted, and `IGNORED` at
-            positions without loss. With `document_ids` and `position_ids` (B, T) and `boundaries`,
-            attention is within documents only (`zerolm.model.document_mask`); with only
-            `position_ids`, rows are slices of sequences (`zerolm.distributed.ulysses`).
-        observe: called with the model's output.
-
-    Returns:
-        The float32 cross-entropies, (B, T), 0 where ignored; and the routers' weighted auxiliary
-        loss, or None if the config does not set `output_router_logits`.
-    """
-    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
-    inner = getattr(model, "module", model)
-    if router_loss_coefficient(inner.config) is not None:
-        inputs["output_router_logits"] = True  # JetMoE ignores its config in transformers 5.17
-    if "position_ids" in batch:  # slices of sequences, or documents
-        inputs["position_ids"] = batch["position_ids"]
-    inputs |= isolating_inputs(batch, inner)
-    if head := find_chunked_head(inner):  # never stores all logits of the micro-batch
-        with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
-            outputs = model(**inputs)
-        losses = outputs.logits[..., 0]
-    else:
-        with isolating_masks(batch, inner):
-            outputs = model(**inputs)
-        of_logits = getattr(inner, COMPILED_LOSS, cross_entropies)
-        losses = of_logits(outputs.logits, batch["targets"])
-    if observe is not None:
-        observe(outputs)
-    auxiliary = getattr(outputs, "aux_loss", None)
-    if auxiliary is not None:
-        auxiliary = auxiliary * (router_loss_coefficient(inner.config) or 0.0)
-    return losses, auxiliary
 
 
 def cross_entropies(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -119,7 +72,7 @@ def squared_log_partitions(
 
     Z is the sum of the exponentials of a token's logits. Uses log Z = loss + logit of the target,
     which needs no further softmax. `outputs` is the argument of `observe`, and `losses_BT` the
-    result of `token_losses`.
+    result of `zerolm.model.forward.token_losses`.
     """
     if find_chunked_head(getattr(model, "module", model)):
         squares: torch.Tensor = outputs.logits[..., 1]

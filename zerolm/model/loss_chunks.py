@@ -7,6 +7,7 @@ only inside functions. Must not depend on ZeRO or devices. `ChunkedHead` compute
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from zerolm.common.remembered import recall
 from zerolm.model.architecture import ConfigKey, meta_model
 
 if TYPE_CHECKING:
@@ -48,12 +49,16 @@ def unsupported_reason(config: "PretrainedConfig") -> str | None:
 
 @lru_cache(maxsize=16)
 def _unsupported_reason(key: ConfigKey) -> str | None:
+    return recall("loss-chunks", key.inputs(), lambda: _found_reason(key))
+
+
+def _found_reason(key: ConfigKey) -> str | None:
     import torch
     from torch import nn
 
     from zerolm.model import chunked_loss
     from zerolm.model.activation_memory import fused_kernels
-    from zerolm.model.loss import token_losses
+    from zerolm.model.forward import token_losses
 
     model = meta_model(key.config)
     name = type(model).__name__

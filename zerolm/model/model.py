@@ -3,14 +3,20 @@
 torch and transformers are imported only inside functions. Must not depend on settings or DeepSpeed.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from zerolm.common import remembered
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
+from zerolm.common.remembered import recall
+from zerolm.common.shipped import find_config
 from zerolm.model import config_keys
 from zerolm.model.architecture import (
+    ConfigKey,
     causal_lm_class,
     decoder_blocks,
     has_padding_position,
@@ -21,6 +27,7 @@ from zerolm.model.architecture import (
     parameter_shapes,
 )
 from zerolm.model.config_file import MAX_SIZE, load_model_config
+from zerolm.model.known_config import KnownConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,12 +44,61 @@ class Model:
         path: the config.json, for messages.
         shapes: {parameter name: shape}; tied parameters appear once.
         notices: lines about the file to show to the user.
+        written: content of the file.
+        idle: dotted keys of the file that `notices` name as having no effect.
     """
 
     path: str
     config: "PretrainedConfig"
     shapes: Mapping[str, tuple[int, ...]]
     notices: tuple[str, ...] = ()
+    written: Mapping[str, Any] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
+
+    @classmethod
+    def recalled(cls, path: str) -> "Model":
+        """Do as `load`, without transformers if an earlier command has read the same file.
+
+        The config is a `KnownConfig`, which nothing can be built from.
+        """
+        if not remembered.is_open():
+            return cls.load(path)
+        try:
+            file = find_config(path)
+            file = file / "config.json" if file.is_dir() else file
+            inputs = [path, str(file), sha256_file(file)]
+        except (OSError, ConfigError):
+            return cls.load(path)  # says what is wrong
+        loaded: list[Model] = []
+
+        def load() -> Model:
+            loaded.append(cls.load(path))
+            return loaded[0]
+
+        facts = remembered.recall("model", inputs, lambda: load().facts())
+        reads: dict[str, Any] = remembered.recall("config", inputs, dict)
+        before = json.dumps(reads)
+
+        def keep() -> None:
+            if json.dumps(reads) != before:
+                remembered.remember("config", inputs, reads)
+
+        remembered.at_close(keep)
+        config: Any = KnownConfig(
+            reads, lambda: loaded[0].config if loaded else load_model_config(path)
+        )
+        shapes = {name: tuple(shape) for name, shape in facts["shapes"]}
+        return cls(
+            path, config, shapes, tuple(facts["notices"]), facts["written"],
+            frozenset(facts["idle"]),
+        )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """Return all but the path and the config, as JSON can write it."""
+        return {
+            "shapes": [[name, list(shape)] for name, shape in self.shapes.items()],
+            "notices": list(self.notices), "written": dict(self.written), "idle": sorted(self.idle),
+        }  # fmt: skip
 
     @classmethod
     def load(cls, path: str) -> "Model":
@@ -58,12 +114,13 @@ class Model:
             raise ConfigError(lines) from error
         if problems := _size_problems(path, config, shapes):
             raise ConfigError(problems)
+        idle = {*config_keys.idle_keys(config, written), *config_keys.unread_keys(config, written)}
         if unused := config_keys.unused_keys(config, written, read, causal_lm_class(config)):
             notices.append(
                 f"{path}: keys of parts that this model does not have, or that no code reads, have "
                 f"no effect: {', '.join(unused)}"
             )
-        return cls(path, config, shapes, tuple(notices))
+        return cls(path, config, shapes, tuple(notices), written, frozenset({*idle, *unused}))
 
     @classmethod
     def from_config(cls, config: "PretrainedConfig", path: str = "model config") -> "Model":
@@ -84,6 +141,10 @@ class Model:
 
         Empty if there are no blocks, or if several blocks share a parameter.
         """
+        inputs = ConfigKey.of(self.config).inputs()
+        return recall("block-sizes", inputs, self._block_sizes, list, tuple)
+
+    def _block_sizes(self) -> tuple[int, ...]:
         blocks = [list(block.parameters()) for block in decoder_blocks(meta_model(self.config))]
         parameters = [id(one) for block in blocks for one in block]
         if len(parameters) > len(set(parameters)):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerolm.engine.experts import group_options, is_divided
 from zerolm.engine.parameters import full_shape, num_values
 
 # Torch layers whose parameters decay if they have at least two dimensions.
@@ -32,7 +33,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters into groups by their optimizer options.
 
-    Without factors, there are at most two groups: with and without weight decay.
+    Without factors, there are at most two groups: with and without weight decay; if experts are
+    divided over ranks, they have groups of their own.
 
     Args:
         weight_decay: weight decay of the parameters that decay; it is 0 for the others.
@@ -54,6 +56,8 @@ def parameter_groups(
         changed = {key: value for key, value in own.items() if value != base[key]}
         decayed = decays(model, name)
         changed["weight_decay"] = own.get("weight_decay", weight_decay) if decayed else 0.0
+        if is_divided(parameter):  # DeepSpeed reduces these over other ranks
+            changed |= group_options(parameter)
         group = groups.setdefault((not decayed, *sorted(changed.items())), {"params": []})
         group |= changed
         group["params"].append(parameter)

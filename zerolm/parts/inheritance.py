@@ -81,24 +81,21 @@ def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     total, batch, peak = number("total_tokens"), number("batch_tokens"), number("learning_rate")
     schedule = SCHEDULES.get(str(values.get("schedule")), SCHEDULES["cosine"])
-    warmup = min(total, max(batch, math.ceil(total * defaults.WARMUP_SHARE)))
-    decay = min(math.ceil(total * defaults.DECAY_SHARE), total - number("warmup_tokens"))
+    decay = defaults.decay_tokens(total, number("warmup_tokens"))
     optimizer = (record.get("ds_config") or {}).get("optimizer") or {}
     lion = str(optimizer.get("type")).lower() == "lion"
     found = {
         "schedule": "cosine",
-        "min_learning_rate": peak * defaults.MIN_LEARNING_RATE_SHARE
-        if schedule.uses_minimum
-        else peak,
-        "warmup_tokens": warmup,
-        "decay_tokens": max(1, decay) if schedule.uses_decay_tokens else None,
+        "min_learning_rate": defaults.min_learning_rate(peak) if schedule.uses_minimum else peak,
+        "warmup_tokens": defaults.warmup_tokens(total, batch),
+        "decay_tokens": decay if schedule.uses_decay_tokens else None,
         "weight_decay": defaults.WEIGHT_DECAY,
-        "eval_tokens": max(defaults.EVAL_TOKENS, number("seq_len")),
+        "eval_tokens": defaults.eval_tokens(number("seq_len")),
         "downstream_interval": values.get("eval_interval"),
     }
-    found |= zip(("beta1", "beta2"), defaults.LION_BETAS if lion else defaults.BETAS, strict=True)
+    found |= zip(("beta1", "beta2"), defaults.betas(lion), strict=True)
     if number("batch_ramp_start"):
-        found["batch_ramp_tokens"] = math.ceil(total * defaults.RAMP_SHARE)
+        found["batch_ramp_tokens"] = defaults.ramp_tokens(total)
     if seq_len := number("seq_len"):
         sizes = ("batch_tokens", "batch_ramp_start", "batch_ramp_tokens")
         ramped = BatchSchedule(*(math.ceil(number(name) / seq_len) for name in sizes))

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.command_line import Parser, flush_output
-from zerolm.common.errors import ConfigError, RecordError, did_you_mean
+from zerolm.common.command_line import EXIT_OUTPUT_CLOSED, Parser, flush_output
+from zerolm.common.errors import EXIT_DONE, ConfigError, RecordError, did_you_mean
 from zerolm.common.provenance import version_text
 from zerolm.common.records import read_json
 from zerolm.common.values import (
@@ -325,8 +325,7 @@ def answer(argv: Sequence[str], usage: str = USAGE, add_flags: AddFlags | None =
         print(help_text(usage, add_flags) if is_complete else short_help_text(usage, add_flags))
     else:
         return
-    flush_output()
-    sys.exit(0)
+    sys.exit(EXIT_DONE if flush_output() else EXIT_OUTPUT_CLOSED)
 
 
 def help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:

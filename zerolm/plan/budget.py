@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from zerolm.config import defaults
-from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.ds_config.implied import WARMUP_STEPS, Implied
 from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, LearningRate
@@ -45,7 +44,7 @@ def fill_batch(
         batch = -(-sequences // multiple) * multiple * seq_len
     ramp = settings.batch_ramp_tokens
     if settings.batch_ramp_start and ramp is None:
-        ramp = math.ceil(total * defaults.RAMP_SHARE)
+        ramp = defaults.ramp_tokens(total)
     elif not settings.batch_ramp_start and "batch_ramp_tokens" not in settings.explicit:
         ramp = None
     return replace(settings, batch_tokens=batch, batch_ramp_tokens=ramp)
@@ -76,15 +75,15 @@ def fill_remaining(
     kind = settings.schedule or (None if json_schedules else "cosine")
     low = settings.min_learning_rate
     if low is None and kind is not None and SCHEDULES[kind].uses_minimum:
-        low = peak * defaults.MIN_LEARNING_RATE_SHARE
+        low = defaults.min_learning_rate(peak)
     warmup = settings.warmup_tokens
     if warmup is None and kind is not None:
-        warmup = min(total, max(batch, math.ceil(total * defaults.WARMUP_SHARE)))
+        warmup = defaults.warmup_tokens(total, batch)
     decay = settings.decay_tokens
     if kind is None or not SCHEDULES[kind].uses_decay_tokens:
         decay = decay if "decay_tokens" in settings.explicit else None
     elif decay is None:
-        decay = max(1, min(math.ceil(total * defaults.DECAY_SHARE), total - (warmup or 0)))
+        decay = defaults.decay_tokens(total, warmup or 0)
     steps = num_steps(schedule, seq_len, total)
     filled: dict[str, Any] = {
         "total_tokens": total,
@@ -105,7 +104,7 @@ def fill_remaining(
     }
     if has_validation:
         filled["eval_interval"] = settings.eval_interval or defaults.interval(steps, "eval")
-        filled["eval_tokens"] = settings.eval_tokens or max(defaults.EVAL_TOKENS, seq_len)
+        filled["eval_tokens"] = settings.eval_tokens or defaults.eval_tokens(seq_len)
     return replace(settings, **filled)
 
 
@@ -129,7 +128,7 @@ def batch_schedule(settings: Settings) -> BatchSchedule:
     )
 
 
-def learning_rate(settings: Resolved) -> LearningRate:
+def learning_rate(settings: Settings) -> LearningRate:
     """Return the learning rate schedule; the DeepSpeed JSON must not define a scheduler."""
     assert settings.schedule is not None
     return LearningRate(

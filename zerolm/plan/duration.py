@@ -88,7 +88,7 @@ def expected(
     if plan.device == ABSENT:
         more = f"; `zerolm plan --hardware {plan.settings.hardware} --devices {plan.world_size}` "
         more += "also estimates communication and price"
-    is_bf16 = plan.device == CPU and plan.profile.compute_precision == "bf16"
+    is_bf16 = plan.device == CPU and plan.ds.compute_precision == "bf16"
     if timed_mfu:
         more = ", measured here on one block of the model"
     elif is_bf16 and not _is_named(plan) and (ratio := bf16_ratio("cpu")) > EMULATED_RATIO:
@@ -117,7 +117,7 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
     Returns: None if the model is large or cannot be built with one block, or if this CPU emulates
     bf16, so timing would take long.
     """
-    if plan.profile.compute_precision == "bf16" and bf16_ratio("cpu") > EMULATED_RATIO:
+    if plan.ds.compute_precision == "bf16" and bf16_ratio("cpu") > EMULATED_RATIO:
         return None
     import torch
     from transformers import AutoModelForCausalLM
@@ -131,7 +131,7 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
         block = Model.from_config(config)
         if block.num_parameters > TIMED_PARAMETERS:
             return None
-        dtype = torch.bfloat16 if plan.profile.compute_precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if plan.ds.compute_precision == "bf16" else torch.float32
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False

@@ -88,6 +88,8 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
     devices = devices_of(FILE)
     requested = named or "H100"
     path, colon, name = requested.rpartition(":")
+    if Path(requested).is_file():  # its name has a colon
+        path, colon = requested, ""
     file = Path(path if colon else requested)
     if colon or file.suffix == ".json" or file.is_file():
         own = devices_of(file, devices)

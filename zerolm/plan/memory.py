@@ -17,8 +17,8 @@ from zerolm.ds_config.profile import Profile
 from zerolm.engine.reduction_choice import DEEPSPEED_BUCKET
 from zerolm.model import activation_memory
 from zerolm.model.model import hidden_size
-from zerolm.plan import muon_memory
-from zerolm.plan.rank_share import Shapes, shapes_of_rank
+from zerolm.plan import exchange, muon_memory
+from zerolm.plan.rank_share import Shapes, shapes_of_rank, shard_values
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,7 +69,7 @@ class ModelStates:
 
 
 def model_states(
-    shapes: Shapes, profile: Profile, world_size: int, *, kept_bytes: int = 0
+    shapes: Shapes, profile: Profile, layout: Layout, *, kept_bytes: int = 0
 ) -> ModelStates:
     """Return the bytes of one rank's weights, gradients, moments and master weights.
 
@@ -85,18 +85,16 @@ def model_states(
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
     of DeepSpeed 0.19.8's tensors for the rest.
     """
-    shapes, world_size = shapes_of_rank(shapes, profile.layout(world_size))
+    shapes, world_size = shapes_of_rank(shapes, layout)
     stage = profile.zero_stage
     total = sum(map(math.prod, shapes.values()))
-    shard = -(-total // world_size)
-    if stage == 3:  # partitions each parameter separately
-        shard = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
+    shard = shard_values(shapes, layout._replace(partitions_weights=stage == 3))
     weight_bytes, gradient_bytes = profile.weight_bytes, profile.gradient_bytes
     separate = _has_separate_accumulator(profile)
     device = {
         "weights": weight_bytes * (shard if stage == 3 else total),
         "gradients": gradient_bytes * (shard if stage >= 2 or not separate else total),
-        "optimizer": profile.moment_bytes * _num_moments(profile) * shard,
+        "optimizer": math.ceil(profile.moment_bytes * _num_moments(profile) * shard),
         "master": profile.master_bytes * shard,
     }
     if profile.uses_muon:
@@ -130,16 +128,16 @@ def model_states(
     return ModelStates(**device, **host)
 
 
-def _num_moments(profile: Profile) -> int:
+def _num_moments(profile: Profile) -> float:
     """Return how many moments the optimizer stores for each parameter value."""
     known = NUM_MOMENTS if profile.optimizer_offload == "none" else NUM_MOMENTS_ON_HOST
     if profile.optimizer.kind in known:
         return known[profile.optimizer.kind]
     if profile.optimizer.kind in map(str.lower, OPTIMIZERS):
         return 2
-    from zerolm.optim import custom
+    from zerolm.optim import trial
 
-    return custom.num_moments(profile.optimizer.name, profile.optimizer.params)
+    return trial.num_moments(profile.optimizer.name, profile.optimizer.params)
 
 
 def _has_separate_accumulator(profile: Profile) -> bool:
@@ -191,32 +189,36 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
     return bucket_bytes, min(total, max(sizes.max_live, largest) + sizes.prefetch) * value
 
 
-def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -> int:
+def checkpoint_bytes(
+    shapes: Shapes, profile: Profile, *, kept_bytes: int = 0, experts: int = 1
+) -> int:
     """Return the bytes of a complete checkpoint: all ranks' weights, master weights and moments.
 
-    Below stage 3 the weights are saved in addition to the master weights.
+    Below stage 3 the weights are saved in addition to the master weights; of divided experts, only
+    those of the first rank.
 
     Args:
         kept_bytes: bytes per parameter that the optimizer keeps for features.
+        experts: number of ranks over which experts are divided.
     """
-    value = profile.master_bytes + (profile.weight_bytes if profile.zero_stage < 3 else 0)
+    weights = weight_file_bytes(shapes, profile, experts)
     degree = profile.tensor_parallel
     shapes, _ = shapes_of_rank(shapes, Layout(degree, tensor=degree))
     total = sum(map(math.prod, shapes.values()))
     if profile.uses_muon:
         states = muon_memory.state_bytes(shapes, profile)
     else:
-        states = profile.moment_bytes * _num_moments(profile) * total
+        states = math.ceil(profile.moment_bytes * _num_moments(profile) * total)
     states += kept_bytes * total
-    return degree * (total * value + states)
+    return degree * (total * profile.master_bytes + states) + weights
 
 
-def weight_file_bytes(shapes: Shapes, profile: Profile) -> int:
+def weight_file_bytes(shapes: Shapes, profile: Profile, experts: int = 1) -> int:
     """Return the bytes of the weights in a checkpoint, which every rank loads; 0 under ZeRO-3."""
     if profile.zero_stage == 3:
         return 0
     degree = profile.tensor_parallel
-    shapes, _ = shapes_of_rank(shapes, Layout(degree, tensor=degree))
+    shapes, _ = shapes_of_rank(shapes, Layout(degree * experts, tensor=degree, experts=experts))
     return degree * profile.weight_bytes * sum(map(math.prod, shapes.values()))
 
 
@@ -298,7 +300,7 @@ def fitting_micro_batch(
     config: "PretrainedConfig",
     shapes: Shapes,
     profile: Profile,
-    world_size: int,
+    layout: Layout,
     memory_bytes: int | None,
     checkpointing: Recompute,
     loss_chunk_tokens: int = 0,
@@ -318,8 +320,8 @@ def fitting_micro_batch(
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
     free = int(memory_bytes * defaults.MEMORY_SHARE)
-    states = model_states(shapes, profile, world_size, kept_bytes=kept_bytes)
-    free -= states.device + sum(buffer_bytes(shapes, profile))
+    states = model_states(shapes, profile, layout, kept_bytes=kept_bytes)
+    free -= states.device + sum(buffer_bytes(shapes_of_rank(shapes, layout)[0], profile))
     found = activations_of(
         config,
         seq_len,
@@ -327,5 +329,9 @@ def fitting_micro_batch(
         compiled=compiled,
         chunk_tokens=loss_chunk_tokens,
     )
+    row = exchange.memory_bytes(
+        config, shapes, layout, seq_len, profile.weight_bytes, bool(checkpointing)
+    )
     sizes = defaults.micro_batch_candidates(per_rank)
-    return max((size for size in sizes if found.peak(checkpointing, size) <= free), default=1)
+    fitting = (size for size in sizes if found.peak(checkpointing, size) + size * row <= free)
+    return max(fitting, default=1)

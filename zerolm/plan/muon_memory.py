@@ -61,8 +61,6 @@ def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
     Source: deepspeed/runtime/zero/stage_1_and_2.py, get_partition_info, 0.19.8.
     """
     numels = _numels(shapes)
-    if profile.zero.get("round_robin_gradients"):
-        numels = [numel for first in range(world_size) for numel in numels[first::world_size]]
     alignment = 2 * world_size
     shard = -(-sum(numels) // alignment) * alignment // world_size
     values, start = [0] * world_size, 0

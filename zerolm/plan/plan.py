@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.provenance import versions
-from zerolm.config.resolved import Resolved
-from zerolm.config.settings import HIGH
+from zerolm.config.settings import HIGH, Settings
 from zerolm.data import epochs
 from zerolm.data.mixture import Mixture
 from zerolm.data.order import Order
@@ -39,10 +38,10 @@ class Plan:
 
     Attributes:
         settings: resolved settings, whose `to_json()` reproduces the run.
-        profile: the DeepSpeed JSON as passed to `deepspeed.initialize`.
+        ds: the DeepSpeed JSON as passed to `deepspeed.initialize`.
         flops_per_token: training FLOPs per token, without recomputation.
         weights: sampling weights of the sources at the start of the run, not normalized.
-        mixture: the weights of all stages, and the sources' epoch limits.
+        mixture: the weights of all blends, and the sources' epoch limits.
         val_sequences: sequences per evaluation over all validation sources; 0 if there are none.
         device: device type of the ranks (as in `Device`).
         device_name: model of this rank's device.
@@ -59,10 +58,10 @@ class Plan:
             checkpoints.
     """
 
-    settings: Resolved
+    settings: Settings
     run_dir: Path
     model: Model
-    profile: Profile
+    ds: Profile
     flops_per_token: float
     sources: list[Source]
     source_names: list[str]
@@ -91,7 +90,7 @@ class Plan:
     @property
     def matmul_precision(self) -> str:
         """The profile's `compute_precision`, or `tf32` if float32 matmuls use TF32."""
-        return TF32 if self.settings.float32_matmul == HIGH else self.profile.compute_precision
+        return TF32 if self.settings.float32_matmul == HIGH else self.ds.compute_precision
 
     def summary(self) -> str:
         """Return the derived figures, the table of epochs and the notices, one per line."""
@@ -117,14 +116,14 @@ class Plan:
         """Return the differences in sharding between a checkpoint and this run, each as `old ->
         new`.
         """
-        return topology.changes(manifest, self.profile, self.world_size)
+        return topology.changes(manifest, self.ds, self.layout)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that must be equal on all ranks."""
         installed = versions()
         content = {
             "settings": self.settings.to_json(),
-            "ds_config": self.profile.json,
+            "ds_config": self.ds.json,
             "model_config": self.model.config.to_dict(),
             "data": self.data_fingerprint,
             "validation": [source.fingerprint for source in self.val_sources],

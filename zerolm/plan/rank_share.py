@@ -1,14 +1,17 @@
-"""Parameter shapes and config of one rank's model shard under tensor parallelism.
+"""Parameter shapes and config of the part of the model that one rank has, under tensor parallelism
+or with divided experts.
 
 Reproduces the sharding of DeepSpeed 0.19.8's AutoTP without importing it, for estimates of memory
 and time.
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zerolm.distributed.layout import Layout
+from zerolm.model.architecture import is_routed_expert
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,9 +23,15 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
     """Return a rank's parameter shapes, and the number of ranks over which ZeRO partitions them.
 
     Under tensor parallelism a rank holds a shard of every matrix except the embedding (and a head
-    tied to it), and ZeRO partitions over the replicas. Otherwise ZeRO partitions the full shapes
-    over all ranks or over the ranks of a group.
+    tied to it), and ZeRO partitions over the replicas. With divided experts a rank holds some
+    experts, whose states are partitioned over fewer ranks (`shard_values`). Otherwise ZeRO
+    partitions the full shapes over all ranks or over the ranks of a group.
     """
+    if layout.experts > 1:
+        return {
+            name: (-(-shape[0] // layout.experts), *shape[1:]) if is_routed_expert(name) else shape
+            for name, shape in shapes.items()
+        }, layout.shards
     if layout.tensor == 1:
         return shapes, layout.shards
     sharded = {
@@ -32,6 +41,21 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
         for name, shape in shapes.items()
     }
     return sharded, layout.shards
+
+
+def shard_values(shapes: Shapes, layout: Layout) -> int:
+    """Return the number of values in a rank's shard of the optimizer states.
+
+    Args:
+        shapes: a rank's parameter shapes.
+    """
+    if layout.partitions_weights:  # each parameter separately
+        return sum(-(-math.prod(shape) // layout.shards) for shape in shapes.values())
+    values = {False: 0, True: 0}
+    for name, shape in shapes.items():
+        values[layout.experts > 1 and is_routed_expert(name)] += math.prod(shape)
+    copies = layout.axis("expert_copies").size
+    return -(-values[False] // layout.shards) + -(-values[True] // copies)
 
 
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from zerolm.common.errors import Findings
 from zerolm.config import defaults
-from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config import implied
 from zerolm.ds_config.gathering import gathers_blocks
-from zerolm.ds_config.optimizers import beta_problems, takes_betas
+from zerolm.ds_config.optimizers import beta_problems, cycles_betas, takes_betas
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.model import loss_chunks
@@ -29,7 +29,7 @@ def resolve_settings(
     profile: Profile,
     found: Findings,
     *,
-    world_size: int,
+    layout: Layout,
     memory_bytes: int | None,
     round_batch: bool = False,
 ) -> Settings:
@@ -42,7 +42,7 @@ def resolve_settings(
         round_batch: round a default batch size up to full micro-batches on every rank, instead of
             reporting that it is not divisible.
     """
-    replicas = profile.layout(world_size).replicas
+    replicas = layout.replicas
     if settings.seq_len is None and model is not None:
         positions = model.max_positions or defaults.SEQ_LEN
         settings = replace(settings, seq_len=min(defaults.SEQ_LEN, positions))
@@ -63,9 +63,7 @@ def resolve_settings(
     found.problems += problems
     if model is not None and seq_len is not None and not problems:
         settings = _with_schedule(settings, seq_len, model, profile, flops, found)
-        settings = _with_micro_batch(
-            settings, seq_len, model, profile, found, world_size, memory_bytes
-        )
+        settings = _with_micro_batch(settings, seq_len, model, profile, found, layout, memory_bytes)
     found.problems += budget.schedule_problems(settings)
     return settings
 
@@ -85,8 +83,7 @@ def _with_schedule(
     )
     found.problems += [f"{profile.name}: {problem}" for problem in problems]
     found.problems += beta_problems(profile, settings)
-    lion = profile.optimizer.kind == "lion"
-    betas = defaults.LION_BETAS if lion else defaults.BETAS
+    betas = defaults.betas(profile.optimizer.kind == "lion")
     return budget.fill_remaining(
         budget.apply_implied(settings, fixed, profile.name),
         schedule,
@@ -95,7 +92,7 @@ def _with_schedule(
         has_validation=bool(settings.val_data),
         json_schedules=profile.scheduler is not None
         and profile.scheduler not in implied.DEEPSPEED_SCHEDULES,
-        betas=betas if takes_betas(profile) else None,
+        betas=betas if takes_betas(profile) and not cycles_betas(profile) else None,
     )
 
 
@@ -105,11 +102,11 @@ def _with_micro_batch(
     model: Model,
     profile: Profile,
     found: Findings,
-    world_size: int,
+    layout: Layout,
     memory_bytes: int | None,
 ) -> Settings:
     """Return the settings with the micro-batch size and the loss's chunk size filled in."""
-    layout, schedule = profile.layout(world_size), budget.batch_schedule(settings)
+    schedule = budget.batch_schedule(settings)
     batch, accumulation = schedule.batch_sequences, profile.accumulation
     if accumulation and settings.micro_batch_size is None:
         divides = (batch // layout.replicas) % accumulation == 0 and not settings.batch_ramp_start
@@ -122,7 +119,7 @@ def _with_micro_batch(
             config=config_of_rank(model.config, layout),
             shapes=model.shapes,
             profile=profile,
-            world_size=world_size,
+            layout=layout,
             memory_bytes=memory_bytes,
             checkpointing=settings.gradient_checkpointing,
             loss_chunk_tokens=settings.loss_chunk_tokens or 0,
@@ -148,19 +145,19 @@ def _with_micro_batch(
 
 
 def resolve_ds_config(
-    profile: Profile, settings: Resolved, model: Model, *, world_size: int
+    profile: Profile, settings: Settings, model: Model, layout: Layout
 ) -> Profile:
     """Return the profile to pass to `deepspeed.initialize`; the user's profile must have no
     problems.
     """
-    replicas, schedule = profile.layout(world_size).replicas, budget.batch_schedule(settings)
+    replicas, schedule = layout.replicas, budget.batch_schedule(settings)
     steps = budget.num_steps(schedule, settings.seq_len, settings.total_tokens)
     warmup_steps = budget.num_steps(schedule, settings.seq_len, settings.warmup_tokens or 0)
     at_once = profile.zero_stage == 3 and gathers_blocks(
         profile,
         model.block_sizes,
         hidden_size=model.hidden_size,
-        ranks=world_size,
+        ranks=layout.world_size,
         compiled=settings.compile,
     )
     return resolve_profile(

@@ -5,7 +5,6 @@ flags override. `zerolm.checkpoint.branch` later links the checkpoint into the r
 then on the branch no longer needs the trunk. Must not write.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +12,12 @@ from typing import Any
 
 from zerolm.checkpoint.directory import Checkpoint, locate
 from zerolm.common.errors import CheckpointError, ConfigError, Findings, RecordError
-from zerolm.common.url import is_url
-from zerolm.common.values import parse_number
-from zerolm.config.settings import BEST_FIT, Settings, split_weight
-from zerolm.data.mixture import stages_from_record
-from zerolm.data.order import Order, num_windows
-from zerolm.data.quotas import block_size, exact_shares
-from zerolm.data.skips import used_sequences_end
-from zerolm.data.sources import open_sources, source_names
+from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile, block
 from zerolm.optim.schedule import SCHEDULES, LearningRate
 from zerolm.plan.plan import Plan
 from zerolm.preflight import initial_weights
+from zerolm.preflight.branched_data import with_mixture, without
 from zerolm.preflight.run_record import Difference
 from zerolm.pretrained import source_config
 from zerolm.run_dir.files import RunFiles, run_of, traces_of_checkpoints
@@ -34,9 +27,6 @@ from zerolm.run_dir.records import (
     read_rollbacks,
     read_run_json,
 )
-from zerolm.shards.reader import Source
-
-ORDER_SETTINGS = frozenset({"seed", "packing", "later_seq_len", "data_stage"})
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Set
     same_data = list(settings.data) in (record.get("data"), recorded.get("data"))
     temperatures = (None, record.get("mixture_temperature"))
     if "data" in record and same_data and settings.mixture_temperature in temperatures:
-        settings = replace(  # the given data has become a mixture stage
+        settings = replace(  # the given data has become a data blend
             settings,
             data=tuple(recorded["data"]),
             data_stage=tuple(recorded["data_stage"]),
@@ -141,7 +131,8 @@ def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
     if "branch" in trunk:
         record["branch"] = trunk["branch"]
     settings = _with_schedule(settings, trunk, progress.tokens, where)
-    given, settings = settings, _with_mixture(settings, trunk, checkpoint, where)
+    given = settings
+    settings = with_mixture(settings, trunk, checkpoint, where)
     if (settings.data, settings.data_stage) != (given.data, given.data_stage):
         record["data"] = list(given.data)
         record["mixture_temperature"] = given.mixture_temperature
@@ -189,175 +180,16 @@ def _with_schedule(
     if "decay_tokens" in settings.explicit - settings.inherited:
         return settings
     if not SCHEDULES[kind].uses_decay_tokens:
-        return _without(settings, "decay_tokens")
+        return without(settings, "decay_tokens")
     old = block(trunk, "settings")
     decay: int | None = total - max(tokens, settings.warmup_tokens or 0)
     if (total, kind) == (old.get("total_tokens"), old.get("schedule")):
         decay = old.get("decay_tokens")
     if decay == settings.decay_tokens:
         return settings
-    settings = _without(settings, "decay_tokens")
+    settings = without(settings, "decay_tokens")
     origins = {**settings.origins, "decay_tokens": f"{where}: decay_tokens"}
     return replace(settings, decay_tokens=decay, origins=origins)
-
-
-def _without(settings: Settings, name: str) -> Settings:
-    """Return the settings as if the setting `name` had not been given."""
-    origins = {key: where for key, where in settings.origins.items() if key != name}
-    given, inherited = settings.explicit - {name}, settings.inherited - {name}
-    settings = replace(settings, explicit=given, inherited=inherited, origins=origins)
-    return replace(settings, **dict[str, Any]({name: None}))
-
-
-def _with_mixture(
-    settings: Settings, trunk: Mapping[str, Any], checkpoint: Checkpoint, where: str
-) -> Settings:
-    """Return the settings with any change of data, temperature or sequence length as a mixture
-    stage.
-
-    The stage starts at the first mixing block after the branch point, because earlier blocks must
-    equal the trunk's. Each source continues where the trunk stopped reading it. A new sequence
-    length changes all blocks, so the stage then starts at the branch point.
-
-    Args:
-        where: prefix for messages, which names the branch.
-
-    Raises:
-        ConfigError: the unread windows of the new length cannot be determined.
-    """
-    old, seq_len = block(trunk, "settings"), settings.seq_len
-    progress, order = checkpoint.progress, checkpoint.manifest.get("order", {})
-    # The trunk has consumed or skipped all sequence numbers below this.
-    fixed = used_sequences_end(progress.position, progress.skipped_windows)
-    old_data, old_temperature = old.get("data") or [], old.get("mixture_temperature")
-    has_weights = any(_path(spec) != spec for spec in settings.data)
-    if has_weights and "mixture_temperature" in settings.inherited:
-        settings = _without(settings, "mixture_temperature")
-    recorded = block(trunk, "mixture").get("stages")
-    is_longer = seq_len != order.get("seq_len", seq_len)
-    inherits_later = is_longer and "later_seq_len" in settings.inherited
-    if inherits_later and (settings.later_seq_len or 0) % (seq_len or 1):
-        settings = _without(settings, "later_seq_len")
-    own_order = (settings.explicit - settings.inherited) & ORDER_SETTINGS
-    is_same = list(settings.data) == old_data and settings.mixture_temperature == old_temperature
-    if is_longer:  # token counts of earlier stages refer to windows of the old length
-        specs = (re.sub(r"@\d+", "", spec) for spec in settings.data_stage)
-        settings = replace(settings, data_stage=tuple(specs))
-    if (is_same and not is_longer) or own_order or not recorded or seq_len is None:
-        return settings
-    if is_longer and (why := _length_problem(settings, order, trunk)):
-        raise ConfigError(
-            f"{settings.where('seq_len')}: {seq_len}, but the sequences of {where} have "
-            f"{order['seq_len']} tokens: {why} Or give another --seed: this reorders all data, so "
-            "text that the trunk has read may be read again."
-        )
-    stages = stages_from_record(recorded)
-    started = [stage for stage in stages if stage.start < max(1, fixed)][-1]
-    paths, problems = list(map(_path, old_data)), list[str]()
-    new = dict(zip(map(_same_path, paths), started.weights, strict=True))
-    if not is_same:
-        given = open_sources(replace(settings, data_stage=()), problems)
-        if problems and is_longer:
-            raise ConfigError(problems)
-        if problems or len(given.weights) != len(settings.data):
-            return settings  # reported when the data is checked
-        new = dict.fromkeys(new, 0.0)
-        for spec, weight in zip(settings.data, given.weights, strict=True):
-            if _same_path(_path(spec)) not in new:
-                paths.append(_path(spec))
-            new[_same_path(_path(spec))] = weight
-    added = (0.0,) * (len(paths) - len(old_data))
-    shares = exact_shares([*started.weights, *added], allow_zero=True)
-    if exact_shares(list(new.values()), allow_zero=True) == shares and not is_longer:
-        return replace(settings, data=tuple(old_data), mixture_temperature=old_temperature)
-    weights = (*stages[0].weights, *added)
-    data = tuple(f"{path}={weight!r}" for path, weight in zip(paths, weights, strict=True))
-    settings = replace(settings, data=data, mixture_temperature=None)
-    sources = open_sources(settings, []).training
-    if len(sources) != len(paths):
-        return settings  # reported when the data is checked
-    # A single source has no mixing blocks, so it can continue anywhere.
-    size = block_size(shares) if len(old_data) > 1 else 1
-    start = started.start + -(-max(1, fixed - started.start) // size) * size
-    consumed = [""] * len(sources)
-    if is_longer:
-        start = -(-progress.position * order["seq_len"] // seq_len)  # as `run_record.carry_over`
-        consumed = [f"@{count}" for count in _consumed(seq_len, order, fixed, sources)]
-    named = [
-        f"{name}={weight!r}{count}"
-        for name, weight, count in zip(source_names(sources), new.values(), consumed, strict=True)
-        if weight or count.strip("@0")
-    ]
-    begins = {_stage_start(spec, seq_len): spec for spec in settings.data_stage}
-    until = start if is_longer else max(1, fixed)
-    earlier = [spec for begin, spec in begins.items() if begin < until]
-    later = [spec for begin, spec in begins.items() if begin > start] if is_same else []
-    origins = {**settings.origins, "data_stage": settings.where("seq_len" if is_longer else "data")}
-    explicit = settings.explicit - {"mixture_temperature"} | {"data_stage"}
-    data_stage = (*earlier, f"{start * seq_len}:{','.join(named)}", *later)
-    return replace(settings, data_stage=data_stage, origins=origins, explicit=explicit)
-
-
-def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping[str, Any]) -> str:
-    """Return why windows of a new length cannot continue the trunk's data order, and how to fix
-    that.
-
-    Returns "" if they can continue it.
-
-    Args:
-        order: `run_record.data_order` of the trunk's checkpoint.
-    """
-    seq_len, before = settings.seq_len or 1, order["seq_len"]
-    if BEST_FIT in (settings.packing, order["packing"]):
-        return "packed rows of another length have different contents. Keep the length."
-    if order["data_fingerprint"] != trunk.get("data_fingerprint"):
-        return "the trunk's data has changed since that step. Branch from a later step."
-    if seq_len % before:
-        return f"this does not divide {seq_len}. Choose {2 * before}, for example."
-    if order.get("group", 1) * before % seq_len:
-        return (
-            "the trunk reads them in random order, so few windows of the new length are unread. "
-            f"Branch from a run with --later_seq_len {seq_len}."
-        )
-    return ""
-
-
-def _consumed(
-    seq_len: int, order: Mapping[str, Any], end: int, sources: Sequence[Source]
-) -> list[int]:
-    """Count for each source the windows of the new length that the trunk has at least partly read.
-
-    These windows come first in the new order. The last window of a source may be read only in part,
-    and if the trunk has begun a mixing block, some of its windows may not have been read at all.
-
-    Args:
-        order: `run_record.data_order` of the trunk's checkpoint.
-        end: the trunk has consumed or skipped all sequence numbers below this.
-    """
-    before, weights = order["seq_len"], order["weights"]
-    sizes = [num_windows(source.num_tokens, before) for source in sources[: len(weights)]]
-    later = stages_from_record(order.get("stages", []))
-    read = Order(sizes, weights, order["seed"], stages=later, group=order.get("group", 1))
-    consumed = [-(-count * before // seq_len) for count in read.ends(end).tolist()]
-    return consumed + [0] * (len(sources) - len(weights))
-
-
-def _path(spec: str) -> str:
-    """Return the path in a `--data` value."""
-    try:
-        return split_weight(spec)[0]
-    except ValueError:  # "=" is part of the path
-        return spec
-
-
-def _same_path(path: str) -> str:
-    """Return the canonical form of a path."""
-    return path if is_url(path) else str(Path(path).resolve())
-
-
-def _stage_start(spec: str, seq_len: int) -> int:
-    """Return the sequence number at which the stage in a `--data_stage` value starts."""
-    return -(-int(parse_number(spec.partition(":")[0])) // seq_len)
 
 
 # ---- With the plan
@@ -398,7 +230,7 @@ def _length_notices(start: Start, plan: Plan) -> list[str]:
     if old == new:
         return []
     about = "all data is reordered, so text that the trunk has read may be read again"
-    if any(stage.consumed for stage in plan.mixture.stages):
+    if any(blend.consumed for blend in plan.mixture.blends):
         about = "only sequences that the trunk has not read; each source loses less than one"
     return [f"--branch: sequences of {new} tokens instead of {old}: {about}"]
 

@@ -1,29 +1,31 @@
 """`check`: check a command line, and return its `Plan` or report all problems at once.
 
 Each rank of pretrain.py calls `check` first, before the process group exists; `--check` does
-nothing else. `check` reads the settings, the configs, the data manifests and the state of the
-machine, and writes nothing. All ranks read the same files and get the same plan. If a check refuses
-a value, later checks that need it are skipped.
+nothing else. `of_host` reads the settings, the configs and the data manifests, which needs no rank
+and no device; `of_rank` does the rest. Nothing is written. All ranks read the same files and get
+the same plan. If a check refuses a value, later checks that need it are skipped.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerolm import evaluate, features
+from zerolm.common import remembered
 from zerolm.common.errors import ConfigError, Findings
-from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.data import epochs
 from zerolm.data.mixture import Mixture, group_size, resolve_mixture
 from zerolm.data.packing import data_fingerprint, num_rows
 from zerolm.data.sources import Sources, find_source, source_names, source_problems
-from zerolm.ds_config import muon, parallel_rules
-from zerolm.ds_config.resolve import deepspeed_problems
+from zerolm.distributed.layout import Layout
+from zerolm.ds_config.precision import Begun
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.topology import layout_of
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token
-from zerolm.model.model import Model
 from zerolm.optim.schedule import SCHEDULES
 from zerolm.parts.inheritance import with_origins
 from zerolm.parts.parse import parse_settings
@@ -31,21 +33,14 @@ from zerolm.parts.settings import FLAGS
 from zerolm.plan import budget
 from zerolm.plan.plan import Plan
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
-from zerolm.preflight import (
-    branch,
-    existing_run,
-    initial_weights,
-    inputs,
-    model_proof,
-    model_rules,
-    plausibility,
-)
+from zerolm.preflight import branch, checks, existing_run, inputs
 from zerolm.preflight import host as hosts
 from zerolm.preflight.host import Host
 from zerolm.preflight.inputs import Inputs
 from zerolm.preflight.summary import figures
 from zerolm.shards import cache_budget
 from zerolm.shards.token_bytes import TokenBytes, read_token_bytes
+from zerolm.tracking.tracker import resolve_trackers
 
 REQUIRED = {
     "data": "token shards: --data PATH[=WEIGHT]",
@@ -54,6 +49,27 @@ REQUIRED = {
     "run_dir": "its own directory: --run_dir runs/first",
 }
 SIZES = frozenset({"seq_len", "batch_tokens", "micro_batch_size", "total_tokens"})
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command line and the files that it names give, for every rank of a host.
+
+    Attributes:
+        settings: as given; defaults are not filled in.
+        refused: names of the settings whose values were refused.
+        start: where the run branches off; None if it is not a branch.
+        begun: precision of the run that is resumed or branched from; None for a new run.
+        found: what was found in the command line and settings file.
+    """
+
+    argv: Sequence[str]
+    settings: Settings
+    refused: set[str]
+    start: branch.Start | None
+    begun: Begun | None
+    inputs: Inputs
+    found: Findings
 
 
 def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Plan:
@@ -65,49 +81,62 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     Raises:
         ConfigError: every problem found, one line each.
     """
+    # Keys of what is remembered need all source files, which not every rank of a run shall read.
+    reads = "RANK" not in environment or remembered.knows_code()
+    with remembered.opened() if reads else nullcontext():
+        return of_rank(of_host(argv, environment), environment)
+
+
+def of_host(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Given:
+    """Read the command line and all files; must need no rank, device or process group.
+
+    Ranks with another `LOCAL_RANK` than 0 leave out what one process per host checks in shards.
+    """
     settings, problems = parse_settings(argv)
-    found, refused = Findings(problems), _refused(problems)
-    settings, start = branch.find(settings, found)
+    refused, found = _refused(problems), Findings(problems)
+    settings, start = branch.find(resolve_trackers(settings, environment), found)
     _require(settings, refused, found)
-    host = hosts.detect(settings, argv, environment, found)
-    given = inputs.read(settings, host, refused, found, existing_run.begun(settings, start))
-    given_config = settings.model_config
-    if given.model is not None:
-        settings = replace(settings, model_config=given.model.path)  # for messages
-    settings = _resolve(settings, given, host, refused, found)
+    given = inputs.read(settings, refused)
+    return Given(argv, settings, refused, start, existing_run.begun(settings, start), given, found)
+
+
+def of_rank(given: Given, environment: Mapping[str, str] = os.environ) -> Plan:
+    """Check what was given on a rank with its device, and return the run's plan.
+
+    Raises:
+        ConfigError: every problem found, also by `of_host`, one line each.
+    """
+    found, model = Findings(), given.inputs.model
+    found.add(given.found)
+    host = hosts.detect(given.settings, given.argv, environment, found)
+    found.add(given.inputs.in_configs)
+    profile = inputs.on_device(given.inputs, given.settings, host, given.begun, found)
+    found.add(given.inputs.in_data)
+    layout = layout_of(given.settings, profile, host.world_size)
+    settings = _resolve(given, profile, layout, host, found)
     hosts.check_trackers(settings, environment, found)
-    mixture = _check_sources(settings, given, host, found)
-    settings = _check_model(settings, given, host, found)
-    found.problems += evaluate.problems(settings)
-    run_dir = existing_run.check_directory(settings, found)
-    if not found.problems and given.model is not None and mixture is not None:
-        resolved = Resolved.of(
-            replace(
-                settings,
-                model_config=given_config,
-                init_from=given.initial.exact(settings.init_from) if given.initial else None,
-                downstream_interval=evaluate.downstream_interval(
-                    settings, budget.default_interval(settings, "eval")
-                ),
-            )
-        )
-        plan = _plan(resolved, run_dir, given.model, given, host, mixture)
+    mixture = _check_sources(settings, given.inputs, layout.replicas, found)
+    config, sources = getattr(model, "config", None), given.inputs.sources.training
+    case = features.Case(settings, config, profile, layout, host.device.kind, given.inputs.initial)
+    checks.run(
+        checks.OF_MODEL,
+        found,
+        **case._asdict(),
+        case=case if config is not None else None,
+        model=model,
+        precision=profile.compute_precision if profile.json else None,
+        sources=sources,
+        world_size=host.world_size,
+    )
+    plan, existing = None, existing_run.NO_RUN
+    if not found.problems and mixture is not None:
+        final = _final(settings, given, profile, host)
+        plan = _plan(final, given.inputs, profile, layout, host, mixture)
         plan = replace(plan, token_bytes=_token_bytes(plan, found))
-        found.problems += deepspeed_problems(plan.profile)
-        found.problems += _profile_problems(plan)
-        found.problems += features.host_problems(plan, environment)
-        found.notices += plausibility.notices(plan)
-        found.problems += initial_weights.optimizer_problems(plan)
-        existing = existing_run.compare(plan, environment, found, start)
-    else:
-        existing, plan = existing_run.NO_RUN, None
-    config = given.model.config if given.model is not None else None
-    schedule = SCHEDULES.get(settings.schedule or "")
-    ignores_minimum = schedule is not None and not schedule.uses_minimum
-    if ignores_minimum and "min_learning_rate" in settings.explicit:
-        where = settings.where("min_learning_rate")
-        found.notices.append(f"{where}: has no effect with --schedule {settings.schedule}")
-    missing = evaluate.input_problems(settings, given.sources.training, config, environment)
+        checks.run(checks.OF_PLAN, found, plan=plan, profile=plan.ds, environment=environment)
+        existing = existing_run.compare(plan, environment, found, given.start)
+    found.notices += _minimum_notices(settings)
+    missing = evaluate.input_problems(settings, sources, config, environment)
     if existing.resumes:  # a missing evaluation package or account must not prevent a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]
     else:
@@ -148,24 +177,47 @@ def _require(settings: Settings, refused: set[str], found: Findings) -> None:
 
 
 def _resolve(
-    settings: Settings, given: Inputs, host: Host, refused: set[str], found: Findings
+    given: Given, profile: Profile, layout: Layout, host: Host, found: Findings
 ) -> Settings:
-    """Fill in the defaults, unless a size that they depend on was refused; return the settings."""
-    if refused & SIZES:
+    """Return the settings with defaults, unless a size that they depend on was refused."""
+    settings, model = given.settings, given.inputs.model
+    if model is not None:
+        settings = replace(settings, model_config=model.path)  # for messages
+    if given.refused & SIZES:
         found.problems += budget.schedule_problems(settings)
         return settings
     return resolve_settings(
         settings,
-        given.model,
-        given.profile,
+        model,
+        profile,
         found,
-        world_size=host.world_size,
+        layout=layout,
         memory_bytes=host.device.memory_bytes,
     )
 
 
+def _final(settings: Settings, given: Given, profile: Profile, host: Host) -> Settings:
+    """Return the settings of the plan, with what only a run without problems can resolve."""
+    model, initial = given.inputs.model, given.inputs.initial
+    assert model is not None, "without problems there is a model"
+    attention = settings.attn_implementation
+    # With other devices and precisions the ranks choose later, when they can inspect the GPU.
+    is_fp32 = profile.json and profile.compute_precision == "fp32"
+    if settings.document_mask and attention == "auto" and (host.device.kind == "cpu" or is_fp32):
+        attention = "sdpa" if causal_lm_class(model.config)._supports_sdpa else "eager"
+    return replace(
+        settings,
+        attn_implementation=attention,
+        model_config=given.settings.model_config,
+        init_from=initial.exact(settings.init_from) if initial else None,
+        downstream_interval=evaluate.downstream_interval(
+            settings, budget.default_interval(settings, "eval")
+        ),
+    ).resolved()
+
+
 def _check_sources(
-    settings: Settings, given: Inputs, host: Host, found: Findings
+    settings: Settings, given: Inputs, replicas: int, found: Findings
 ) -> Mixture | None:
     """Check the token shards against the model and each other.
 
@@ -193,7 +245,7 @@ def _check_sources(
     )
     if len(found.problems) > known or not (settings.total_tokens and settings.batch_tokens):
         return mixture
-    if not budget.batch_problems(settings, given.profile.layout(host.world_size).replicas):
+    if not budget.batch_problems(settings, replicas):
         problems, notices = epochs.cap_problems(
             mixture,
             mixture.order(sizes, settings.seed),
@@ -206,56 +258,32 @@ def _check_sources(
     return mixture
 
 
-def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings) -> Settings:
-    """Check the settings against the model; return the settings with the attention kernel
-    resolved.
-    """
-    profile, device = given.profile, host.device.kind
-    precision = profile.compute_precision if profile.json else None
-    found.problems += model_rules.attention_problems(settings, device, precision)
-    if profile.json:
-        found.problems += model_rules.matmul_problems(settings, profile.compute_precision, device)
-    if given.model is None:
-        return settings
-    config = given.model.config
-    if profile.json:
-        precision = profile.compute_precision
-        found.problems += model_rules.precision_problems(settings, config, precision)
-    found.problems += model_rules.model_problems(settings, config, device)
-    found.problems += parallel_rules.model_problems(settings, config, profile, host.world_size)
-    found.problems += muon.shape_problems(profile, given.model.shapes)
-    found.notices += model_rules.dropout_notices(settings, config)
-    case = features.Case(settings, config, profile, host.world_size, device, given.initial)
-    found.problems += features.problems(case)
-    found.notices += features.notices(case)
-    found.notices += model_rules.padding_notices(settings, config, given.sources.training)
-    if settings.check or not model_proof.was_proven(given.model, settings.run_dir):
-        model_proof.check(given.model, settings.seq_len, found)
-    if not settings.document_mask or settings.attn_implementation != "auto":
-        return settings
-    if device != "cpu" and precision != "fp32":
-        return settings  # resolved later by the ranks, which can inspect the GPU
-    sdpa = causal_lm_class(config)._supports_sdpa
-    return replace(settings, attn_implementation="sdpa" if sdpa else "eager")
+def _minimum_notices(settings: Settings) -> list[str]:
+    schedule = SCHEDULES.get(settings.schedule or "")
+    if schedule is None or schedule.uses_minimum or "min_learning_rate" not in settings.explicit:
+        return []
+    where = settings.where("min_learning_rate")
+    return [f"{where}: has no effect with --schedule {settings.schedule}"]
 
 
 def _plan(
-    settings: Resolved,
-    run_dir: Path,
-    model: Model,
+    settings: Settings,
     given: Inputs,
+    profile: Profile,
+    layout: Layout,
     host: Host,
     mixture: Mixture,
 ) -> Plan:
     """Build the plan; no check may have found a problem."""
-    sources, seq_len, packing = given.sources, settings.seq_len, settings.packing
-    schedule = budget.batch_schedule(settings)
-    profile = resolve_ds_config(given.profile, settings, model, world_size=host.world_size)
+    model, sources, schedule = given.model, given.sources, budget.batch_schedule(settings)
+    assert model is not None, "without problems there is a model"
+    seq_len, packing = settings.seq_len, settings.packing
+    profile = resolve_ds_config(profile, settings, model, layout)
     return Plan(
         settings=settings,
-        run_dir=run_dir,
+        run_dir=Path(settings.run_dir or ""),
         model=model,
-        profile=profile,
+        ds=profile,
         flops_per_token=flops_per_token(model.config, model.shapes, seq_len),
         sources=sources.training,
         source_names=source_names(sources.training),
@@ -265,7 +293,7 @@ def _plan(
         val_source_names=source_names(sources.validation),
         val_sequences=_validation_sequences(settings, sources),
         world_size=host.world_size,
-        layout=given.profile.layout(host.world_size),
+        layout=layout,
         device=host.device.kind,
         device_name=host.device.name,
         batch_schedule=schedule,
@@ -295,16 +323,6 @@ def _token_bytes(plan: Plan, found: Findings) -> TokenBytes | None:
     return table
 
 
-def _profile_problems(plan: Plan) -> list[str]:
-    settings = plan.settings
-    if settings.profile is None or settings.profile[0] <= plan.total_steps:
-        return []
-    return [
-        f"{settings.where('profile')}: step {settings.profile[0]}, but the run has "
-        f"{plan.total_steps} steps. Choose earlier steps."
-    ]
-
-
-def _validation_sequences(settings: Resolved, sources: Sources) -> int:
+def _validation_sequences(settings: Settings, sources: Sources) -> int:
     rows = (num_rows(one, settings.seq_len, settings.packing) for one in sources.validation)
     return min((settings.eval_tokens or 0) // settings.seq_len, sum(rows))

@@ -12,9 +12,9 @@ from zerolm.checkpoint import directory, rollback
 from zerolm.checkpoint.directory import Checkpoint
 from zerolm.common import machine
 from zerolm.common.errors import CheckpointError, Findings, RecordError
+from zerolm.common.files import exists, is_dir, is_file
 from zerolm.common.records import open_regular, unreadable
 from zerolm.common.values import shown_bytes
-from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.data import skips
 from zerolm.data.quotas import MAX_SEQUENCES
@@ -56,22 +56,19 @@ NOT_A_RUN = {
 }
 
 
-def check_directory(settings: Settings, found: Findings) -> Path:
-    """Check that the run directory is writable and the store's URL is valid; return its path.
+def directory_problems(settings: Settings) -> list[str]:
+    """Check that the run directory is writable and the store's URL is valid.
 
     Local rank 0 on each host tries to write; on NFS this creates and removes a file.
     """
     if settings.run_dir is None:  # already reported as missing
-        return Path()
+        return []
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     problem = machine.write_problem(settings.run_dir) if first else None
     problem = problem or _occupied(Path(settings.run_dir))
     if problem:
-        found.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}: {problem}")
-    else:
-        found.problems += upload_problems(settings)
-        found.problems += _wrong_kinds(Path(settings.run_dir))
-    return Path(settings.run_dir)
+        return [f"{settings.where('run_dir')}: {settings.run_dir}: {problem}"]
+    return upload_problems(settings) + _wrong_kinds(Path(settings.run_dir))
 
 
 def _wrong_kinds(run_dir: Path) -> list[str]:
@@ -89,7 +86,7 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
     problems += [
         f"{path}: is not a directory. Remove it."
         for path in (files.checkpoints, files.ranks)
-        if os.path.lexists(path) and not path.is_dir()
+        if os.path.lexists(path) and not is_dir(path)
     ]
     return problems
 
@@ -97,7 +94,7 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
 def _occupied(run_dir: Path) -> str | None:
     """Return the problem if a directory is in use for something other than a run, else None."""
     for name, what in NOT_A_RUN.items():
-        if (run_dir / name).is_file() and not RunFiles(run_dir).record.exists():
+        if is_file(run_dir / name) and not exists(RunFiles(run_dir).record):
             return f"is a {what}: it has {name}. Choose another directory, for example runs/first."
     return None
 
@@ -160,7 +157,9 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
     """
     settings = plan.settings
     kept = settings.kept_bytes()
-    size = memory.checkpoint_bytes(plan.model.shapes, plan.profile, kept_bytes=kept)
+    size = memory.checkpoint_bytes(
+        plan.model.shapes, plan.ds, kept_bytes=kept, experts=plan.layout.experts
+    )
     free, required = checkpoint_room(plan.run_dir, size, settings.checkpoint_keep)
     copied = linked is not None and not machine.same_file_system(linked.directory, plan.run_dir)
     if linked is not None and copied and free >= 0:
@@ -192,7 +191,7 @@ def _record_of(run_dir: Path, found: Findings) -> tuple[str, Mapping[str, Any] |
 
 
 def _fixed_sequences(
-    settings: Resolved, run_dir: Path, found: Findings, linked: Checkpoint | None
+    settings: Settings, run_dir: Path, found: Findings, linked: Checkpoint | None
 ) -> int:
     """Return the sequence number below which the data order must not change."""
     try:
@@ -222,7 +221,7 @@ def _check_checkpoint(plan: Plan, found: Findings, linked: Checkpoint | None) ->
     changes = plan.resharded(newest.manifest)
     if changes:
         where = str(newest.directory / MANIFEST)
-        found.problems += topology.problems(newest.manifest, where, plan.profile)
+        found.problems += topology.problems(newest.manifest, where, plan.ds)
         found.notices.append(
             f"{newest.directory.name} was written for another topology; its states will be "
             f"resharded: {', '.join(changes)}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolm.common import machine
+from zerolm.common import machine, process_tree
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
@@ -61,7 +61,7 @@ def detect(
                 "a machine without them"
             )
         return Host(settings.world_size, device)
-    options, variables = machine.launcher(argv)
+    options, variables = process_tree.runner_of(argv)
     if problem := machine.num_nodes_problem(options, environment):
         found.problems.append(problem)
     if "--hostfile" in options and "--no_ssh" not in options and machine.num_hosts(environment) > 1:
@@ -71,7 +71,6 @@ def detect(
             found.problems += error.problems
     if not settings.check:
         found.problems += ranks.problems(environment)
-    _clear_build_locks(environment, settings.check, found)
     _check_shared_resources(environment, found)
     problem = limits.file_limit_problem(world_size, device.is_gpu)
     found.problems += [problem] if problem else []
@@ -87,34 +86,6 @@ def _named_device(name: str, found: Findings) -> Device:
     except ConfigError as error:
         found.problems += error.problems
         return NO_DEVICE
-
-
-def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Findings) -> None:
-    """Delete locks left by killed builds of DeepSpeed operators; report locks of running builds.
-
-    Local rank 0 deletes them. This is safe because no rank builds operators until all ranks have
-    passed their checks.
-    """
-    stale, fresh = machine.build_locks(environment)
-    if environment.get("LOCAL_RANK", "0") != "0":
-        stale = []
-    for lock in stale:
-        try:
-            if not is_check:
-                lock.unlink(missing_ok=True)
-        except OSError as error:
-            found.problems.append(
-                f"{lock}: left by a build that was killed, and cannot be deleted "
-                f"({error.strerror}). Every rank would wait for it forever. Delete it."
-            )
-            continue
-        done = "the run will delete it" if is_check else "deleted"
-        found.notices.append(f"{lock}: left by a build that was killed: {done}")
-    found.notices += [
-        f"{lock}: another process is building a DeepSpeed operator, and runs that use the operator "
-        "wait. If there is no such process, delete the lock"
-        for lock in fresh
-    ]
 
 
 def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> None:
@@ -141,10 +112,15 @@ def check_trackers(settings: Settings, environment: Mapping[str, str], found: Fi
 
     `settings` must be resolved, because the DeepSpeed JSON may enable a tracker.
     """
-    if settings.check and settings.world_size:  # the run will use another machine
+    elsewhere = settings.check and settings.world_size is not None
+    if environment.get("RANK", "0") != "0":
         return
     for name in enabled_trackers(settings):
-        found.problems += tracker_class(name).problems(name, settings, environment)
+        tracker = tracker_class(name)
+        found.problems += tracker.value_problems(settings, environment)
+        found.notices += tracker.notices(settings, environment)
+        if not elsewhere:
+            found.problems += tracker.problems(name, settings, environment)
 
 
 def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ needs the source, which is then neither read nor checked.
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,11 @@ from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.ds_config import topology
 from zerolm.export.generation import id_list
-from zerolm.export.tokenizer import generation_of, tokenizer_of
+from zerolm.export.tokenizer import first_source, generation_of
 from zerolm.features import completep
 from zerolm.model.model import Model
 from zerolm.plan.plan import Plan
-from zerolm.preflight import run_record
+from zerolm.preflight import run_record, separators
 from zerolm.pretrained import hub, source_config
 from zerolm.pretrained.initial_source import InitialSource
 from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_directories, run_of
@@ -45,12 +46,14 @@ class Opened:
         config: the source's model config.
         tensors: the source's weights; None if the run resumes.
         tokenizer: directory of the source's tokenizer; None if unknown.
+        shards: token shards of the source, if it is a run and they are found.
     """
 
     entry: InitialSource
     config: "PretrainedConfig"
     tensors: "Tensors | None" = None
     tokenizer: Path | None = None
+    shards: Source | None = None
 
 
 def open_source(settings: Settings, found: Findings) -> Opened | None:
@@ -122,7 +125,7 @@ def config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
 
 def _open_checkpoint(name: str, path: Path) -> Opened:
     """Open the float32 master weights in a run's checkpoint."""
-    from zerolm.engine.zero_files import Weights
+    from zerolm.ds_files.zero_files import Weights
 
     checkpoint = checkpoints.locate(path)
     directory, manifest = checkpoint.directory, checkpoint.manifest
@@ -148,14 +151,11 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
         parametrization=completep.recorded(find_run_json(run_dir) or {}),
         verify=partial(checkpoints.verify_files, checkpoint),
     )
-    return Opened(entry, config_of(manifest["model_config"]), weights, _run_tokenizer(run_dir))
-
-
-def _run_tokenizer(run_dir: Path) -> Path | None:
-    try:
-        return tokenizer_of(run_dir)[0]
-    except ConfigError:  # the run's token shards have been moved or damaged
-        return None
+    shards = tokenizer = None
+    with suppress(ConfigError):  # the run's token shards have been moved or damaged
+        shards = first_source(run_dir)
+        tokenizer = None if shards is None else shards.tokenizer_directory()
+    return Opened(entry, config_of(manifest["model_config"]), weights, tokenizer, shards)
 
 
 def _open_model(name: str, path: Path, hub_id: str, exact: str) -> Opened:
@@ -236,6 +236,14 @@ def complete(
         config.get_text_config().vocab_size = largest
         model = Model.from_config(config, model.path)
     found.problems += _tokenizer_problems(opened, sources, found)
+    if sources:
+        found.notices += separators.weights_notices(
+            f"--init_from {entry.source}",
+            entry.generation,
+            opened.shards,
+            opened.tokenizer,
+            sources[0],
+        )
     from zerolm.pretrained.loaded_weights import LoadedWeights
 
     try:
@@ -292,9 +300,9 @@ def optimizer_problems(plan: Plan) -> list[str]:
             f"{where}: needs --init_from RUN[@STEP], a zerolm run, because only its checkpoints "
             "contain optimizer states. Remove the flag, or name a run."
         ]
-    if plan.profile.scheduler:
+    if plan.ds.scheduler:
         return [
-            f"{where}: the scheduler in {plan.profile.name} would resume at the source's step. "
+            f"{where}: the scheduler in {plan.ds.name} would resume at the source's step. "
             "Remove this block from the file, and use --schedule."
         ]
     checkpoint = checkpoints.read(initial.checkpoint)
@@ -309,5 +317,5 @@ def optimizer_problems(plan: Plan) -> list[str]:
         if one.obstacle and not one.key.startswith(begins)
     ]
     if not problems and plan.resharded(checkpoint.manifest):
-        problems = topology.problems(checkpoint.manifest, str(path), plan.profile)
+        problems = topology.problems(checkpoint.manifest, str(path), plan.ds)
     return problems

@@ -1,35 +1,30 @@
 """Read a run's inputs (model config, DeepSpeed JSON, token shards), and check each separately.
+
+`read` needs no rank, and `on_device` then completes the DeepSpeed JSON for one.
 `zerolm.preflight.check` and `zerolm.plan.resolve` check whether they fit together.
-
-
 """
 
-import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, Findings
-from zerolm.common.records import read_json
-from zerolm.common.shipped import find_config, shipped_notice
+from zerolm.common.shipped import shipped_notice
 from zerolm.common.values import shown
 from zerolm.config.settings import Settings
 from zerolm.data.sources import Sources, open_sources
 from zerolm.ds_config import host as ds_host
+from zerolm.ds_config.parallel_rules import group_problems
 from zerolm.ds_config.precision import Begun, with_precision
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
-from zerolm.ds_config.shard_groups import with_shard_groups
 from zerolm.model.model import Model
-from zerolm.preflight import initial_weights
+from zerolm.preflight import initial_weights, separators
+from zerolm.preflight.exchanged import exchanged_problems
 from zerolm.preflight.host import Host
 from zerolm.pretrained.initial_source import InitialSource
 from zerolm.run_dir.files import RunFiles
-from zerolm.shards import cache_budget
+from zerolm.shards import boundaries, cache_budget
 
-DEEPSPEED_KEYS = {  # every DeepSpeed JSON has some of these keys; no model config has any
-    "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
-}  # fmt: skip
 BUCKET_KEYS = (
     "reduce_bucket_size",
     "stage3_prefetch_bucket_size",
@@ -44,80 +39,47 @@ class Inputs:
     Attributes:
         model: the model; None if its config could not be read.
         initial: existing weights to start from; None if not requested, or refused.
-        profile: the unresolved DeepSpeed JSON; empty if it could not be read.
+        profile: the DeepSpeed JSON as written; None if it could not be read.
         sources: the sources that could be opened.
         all_sources: whether all sources could be opened.
+        in_configs, in_data: what was found in the two configs, and in the data and initial weights.
     """
 
     model: Model | None
     initial: InitialSource | None
-    profile: Profile
+    profile: Profile | None
     sources: Sources
     all_sources: bool
+    in_configs: Findings
+    in_data: Findings
 
 
-def read(
-    settings: Settings, host: Host, refused: set[str], found: Findings, begun: Begun | None = None
-) -> Inputs:
-    """Read all inputs; add their problems to `found`.
+def read(settings: Settings, refused: set[str]) -> Inputs:
+    """Read and check all inputs.
 
     Args:
         refused: names of the settings whose values were refused.
-        begun: precision of the run that is resumed or branched from; None for a new run.
     """
+    in_configs, in_data = Findings(), Findings()
     named = filter(None, (settings.model_config, settings.deepspeed_config))
-    found.notices += filter(None, map(shipped_notice, named))
+    in_configs.notices += filter(None, map(shipped_notice, named))
     if problems := exchanged_problems(settings):
-        found.problems += problems
+        in_configs.problems += problems
         settings = replace(settings, model_config=None, deepspeed_config=None)
-    opened = initial_weights.open_source(settings, found) if settings.init_from else None
-    model = _read_model(settings, opened, found)
-    profile = _read_profile(settings, host, model, found, begun)
-    before = len(found.problems)
-    sources = open_sources(settings, found.problems)
-    _prepare_caches(sources, settings, found)
-    all_sources = len(found.problems) == before and "data" not in refused
+    opened = initial_weights.open_source(settings, in_configs) if settings.init_from else None
+    model = _read_model(settings, opened, in_configs)
+    profile = _read_profile(settings, in_configs)
+    sources = open_sources(settings, in_data.problems)
+    _prepare_caches(sources, settings, in_data)
+    all_sources = not in_data.problems and "data" not in refused
+    for source in sources.training[:1]:  # all sources have the same tokenizer
+        in_data.notices += boundaries.notices(source)
+        in_data.notices += separators.config_notices(settings.model_config, source)
     initial = None
     if opened is not None and model is not None:
         every = [*sources.training, *sources.validation]
-        model, initial = initial_weights.complete(opened, model, every, settings, found)
-    return Inputs(model, initial, profile, sources, all_sources)
-
-
-def exchanged_problems(settings: Settings) -> list[str]:
-    """Return a problem if the model config is actually a DeepSpeed JSON or vice versa.
-
-    Without this check dozens of keys would be reported as unknown.
-    """
-    model, profile = settings.model_config, settings.deepspeed_config
-    is_profile = bool(DEEPSPEED_KEYS & _keys(model)) and "model_type" not in _keys(model)
-    is_model = "model_type" in _keys(profile)
-    where = {name: settings.where(name) for name in ("model_config", "deepspeed_config")}
-    if is_profile and is_model:
-        return [
-            f"{where['model_config']}: {model} is a DeepSpeed JSON, and --deepspeed_config "
-            f"{profile} is a model config. Swap the two."
-        ]
-    if is_profile:
-        return [
-            f"{where['model_config']}: {model} is a DeepSpeed JSON. Name the config.json of a "
-            f"model: --model_config model_configs/llama-160m.json."
-        ]
-    if is_model:
-        return [
-            f"{where['deepspeed_config']}: {profile} is a model config. Name a ZeRO profile: "
-            f"--deepspeed_config ds_configs/zero2.json."
-        ]
-    return []
-
-
-def _keys(path: str | None) -> set[str]:
-    """Return the keys in a JSON file, or an empty set if it cannot be read, which is reported
-    later.
-    """
-    with contextlib.suppress(ConfigError):
-        return set(read_json(find_config(path), "")) if path else set()
-    return set()
+        model, initial = initial_weights.complete(opened, model, every, settings, in_data)
+    return Inputs(model, initial, profile, sources, all_sources, in_configs, in_data)
 
 
 def _read_model(
@@ -136,20 +98,32 @@ def _read_model(
     return model
 
 
-def _read_profile(
-    settings: Settings, host: Host, model: Model | None, found: Findings, begun: Begun | None
-) -> Profile:
-    path = settings.deepspeed_config
-    if path is None:
-        return Profile.parse({})
+def _read_profile(settings: Settings, found: Findings) -> Profile | None:
+    if settings.deepspeed_config is None:
+        return None
     try:
-        profile = Profile.read(path)
+        profile = Profile.read(settings.deepspeed_config)
     except ConfigError as error:
         found.problems += error.problems
-        return Profile.parse({}, path)
+        return None
     found.problems += profile.problems
     found.problems += _output_problems(profile, settings)
-    profile = ds_host.with_nvme_path(profile, settings, found.problems)
+    return ds_host.with_nvme_path(profile, settings, found.problems)
+
+
+def on_device(
+    given: Inputs, settings: Settings, host: Host, begun: Begun | None, found: Findings
+) -> Profile:
+    """Return the DeepSpeed JSON with precision and shard groups, checked for the ranks' devices.
+
+    It is empty if it could not be read.
+
+    Args:
+        begun: precision of the run that is resumed or branched from; None for a new run.
+    """
+    profile, model, path = given.profile, given.model, settings.deepspeed_config
+    if profile is None:
+        return Profile.parse({}, path) if path else Profile.parse({})
     profile, notices = with_precision(profile, settings, host.device, found.problems, begun)
     found.notices += notices
     if host.device.kind != "absent":
@@ -162,7 +136,7 @@ def _read_profile(
             f"{path}: bf16: enabled, but {host.device.name} does not support it{_began_on(begun)}. "
             "Use fp16 (--precision fp16 if the file sets auto), or a newer device."
         )
-    profile = with_shard_groups(profile, settings, world_size, found.problems)
+    found.problems += group_problems(profile, settings, world_size)
     found.notices += rule_notices(profile, on_gpu=on_gpu, world_size=world_size)
     auto = [key for key in BUCKET_KEYS if profile.zero.get(key) == AUTO]
     if auto and model is not None and not model.hidden_size:

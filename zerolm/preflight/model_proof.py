@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from zerolm.common.errors import ConfigError, Findings, RecordError, reason
 from zerolm.common.provenance import installed_version
 from zerolm.common.values import shown
+from zerolm.config.settings import Settings
 from zerolm.model.architecture import (
     ConfigKey,
     causal_lm_class,
@@ -86,9 +87,14 @@ class _NotComputableError(Exception):
 
 def check(model: Model, seq_len: int | None, found: Findings) -> None:
     """Check a model on a small copy of it, and add its problems and notices to `found`."""
-    for finding in _prove(ConfigKey.of(model.config), min(seq_len or TOKENS, LONGEST)):
+    for finding in _prove(ConfigKey.of(model.config), trial_tokens(seq_len)):
         lines = found.problems if finding.refuses else found.notices
         lines.append(finding.line(model.path))
+
+
+def trial_tokens(seq_len: int | None) -> int:
+    """Return the length of rows for families that run only at the sequence length of the run."""
+    return min(seq_len or TOKENS, LONGEST)
 
 
 def proven_with() -> dict[str, str | None]:
@@ -96,14 +102,19 @@ def proven_with() -> dict[str, str | None]:
     return {package: installed_version(package) for package in ("torch", "transformers")}
 
 
-def was_proven(model: Model, run_dir: str | None) -> bool:
-    """Return whether run.json records that this config passed with the installed package
-    versions.
+def was_proven(model: Model, settings: Settings) -> bool:
+    """Return whether run.json records that this config passed with the installed package versions,
+    this attention kernel and document mask.
     """
     try:
-        record = (find_run_json(run_dir) if run_dir else None) or {}
+        record = (find_run_json(settings.run_dir) if settings.run_dir else None) or {}
     except RecordError:
         return False  # reported when the run directory is checked
+    recorded = record.get("settings", {})
+    if settings.document_mask != recorded.get("document_mask") or (
+        settings.attn_implementation not in ("auto", recorded.get("attn_implementation"))
+    ):
+        return False
     same = record.get("model_config") == json.loads(json.dumps(model.config.to_diff_dict()))
     return same and record.get(RECORD_KEY) == proven_with()
 
@@ -118,13 +129,19 @@ def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
 
     with quiet():
         try:
-            return tuple(_findings(*_computable_copy(key.config, seq_len)))
+            return tuple(_findings(*computable_copy(key, seq_len)))
         except _NotComputableError as error:
             keys = remedies(key.config, is_computable)
             return (Finding(f"the model cannot be computed ({error})", keys=keys),)
         except Exception as error:  # any class: transformers does not validate all values
             why = f"a small copy of it cannot be computed ({_cause(error)})"
             return (Finding(f"the model is not proven to be causal: {why}", refuses=False),)
+
+
+@lru_cache(maxsize=64)
+def computable_copy(key: ConfigKey, seq_len: int) -> tuple["PretrainedConfig", int]:
+    """Return the config of the small copy that is proven, and the number of tokens in its rows."""
+    return _computable_copy(key.config, seq_len)
 
 
 def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["PretrainedConfig", int]:

@@ -168,13 +168,27 @@ def padding_notices(
     return [notice]
 
 
+def layerdrop_problems(
+    settings: Settings, config: "PretrainedConfig", world_size: int
+) -> list[str]:
+    """Refuse skipped layers with several ranks, which draw different layers."""
+    values = config.get_text_config().to_dict()
+    return [
+        f"{settings.model_config}: {key}: {value}: each rank would skip other layers, but all "
+        f"{world_size} ranks must reduce the same parameters' gradients. Use 0.0, or one rank."
+        for key in ("layerdrop", "decoder_layerdrop")
+        if world_size > 1 and (value := values.get(key))
+    ]
+
+
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
     """Report dropout, which is allowed although its random masks depend on the number of ranks."""
     return [
-        f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the loss "
-        f"curve depends on the world size; 0 is usual for pretraining"
+        f"{settings.model_config}: {key} is {value}: dropout differs between ranks and "
+        f"micro-batches, so the loss curve depends on the world size and --micro_batch_size; 0 is "
+        f"usual for pretraining"
         for key, value in config.get_text_config().to_dict().items()
-        if ("dropout" in key or key.endswith("pdrop"))
+        if "drop" in key
         and not key.startswith(("classifier", "summary"))  # for heads that causal LMs do not have
         and isinstance(value, (int, float))
         and value > 0

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from zerolm.model.build import build_model
+from zerolm.engine import replaced
+from zerolm.model.build import build_model, construct
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,12 +91,34 @@ def build_with_large_weights(config: "PretrainedConfig", kernel: str) -> Any:
     errors.
     """
     model = build(without_noise(config), kernel)
+    enlarge(model)
+    return model
+
+
+def enlarge(model: Any) -> None:
+    """Add large random values to a model's parameters."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             size = max(1, parameter.shape[-1]) ** -0.5 if parameter.ndim > 1 else 0.1
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
-    return model
+
+
+def with_weights_of(model: Any, config: "PretrainedConfig", kernel: str) -> Any | None:
+    """Build a model with the weights of another one; return None if its parameters are others."""
+    new = construct(config, torch.float32, kernel)
+    given, own = ({n: p.data for n, p in each.named_parameters()} for each in (model, new))
+    if {n: p.shape for n, p in given.items()} != {n: p.shape for n, p in own.items()}:
+        return None
+    for name, value in own.items():
+        value.copy_(given[name])
+    return new.train()
+
+
+def logits(model: Any, tokens: int) -> torch.Tensor:
+    """Return the logits of a few rows of random tokens."""
+    with torch.no_grad():
+        return _logits(model, _random_ids(model, FEW_ROWS, tokens, seed=0), seed=0)
 
 
 def sight(model: Any, tokens: int, seed: int) -> Sight:
@@ -201,19 +224,19 @@ def quiet() -> Iterator[None]:
 
     level, threads = logging.get_verbosity(), torch.get_num_threads()
     fake_tensors = getLogger("torch._subclasses.fake_tensor")  # prints a traceback of each error
-    known, exporting = fake_tensors.level, getattr(hub_kernels, EXPORTING, None)
+    known = fake_tensors.level
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     fake_tensors.setLevel(CRITICAL)
-    if exporting is not None:  # transformers 5.23
-        setattr(hub_kernels, EXPORTING, lambda: True)
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with (
+            replaced.installed(hub_kernels, EXPORTING, lambda: True),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(level)
         torch.set_num_threads(threads)
         fake_tensors.setLevel(known)
-        if exporting is not None:
-            setattr(hub_kernels, EXPORTING, exporting)

@@ -42,7 +42,7 @@ def _rate_notices(plan: Plan) -> list[str]:
     settings, rate = plan.settings, plan.settings.learning_rate
     default = defaults.learning_rate(plan.flops_per_token * settings.total_tokens)
     found = []
-    if plan.profile.optimizer.kind in ADAM and not LOW_RATE <= rate / default <= HIGH_RATE:
+    if plan.ds.optimizer.kind in ADAM and not LOW_RATE <= rate / default <= HIGH_RATE:
         found.append(
             f"{settings.where('learning_rate')}: {rate:g} is {times(rate / default)} times the "
             f"default for this model and total, {default:g}"

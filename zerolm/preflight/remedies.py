@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zerolm.preflight.small_copy import AT_MOST, DEPTHS, GROUPED_HEADS
+from zerolm.preflight.layer_kinds import DEPTHS
+from zerolm.preflight.small_copy import AT_MOST, GROUPED_HEADS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 24  # each candidate may take a second
 MAX_KEYS = 2
 SIZES = frozenset({*AT_MOST, *DEPTHS, *GROUPED_HEADS, "tie_word_embeddings", "use_cache", "dtype"})
+POSITIONS = frozenset({"alibi"})  # another kind of positions is another model, so never advised
 SMALL = 4  # for integers below this, the next integer is tried
 
 
@@ -35,15 +37,16 @@ def remedies(
     """Try a limited number of config changes, and return those that each fix the fault by
     themselves.
 
-    The result is the same on every rank, however fast the rank is.
+    A key that the config leaves at its default is changed only if no other change helps, since it
+    is not the cause. The result is the same on every rank, however fast the rank is.
 
     Args:
         is_right: returns whether a changed config is free of the fault; an error counts as the
             fault.
     """
     found: list[Remedy] = []
-    for remedy in islice(_candidates(config), MAX_CANDIDATES):
-        if len(found) == MAX_KEYS:
+    for remedy, is_chosen in islice(_candidates(config), MAX_CANDIDATES):
+        if len(found) == MAX_KEYS or (found and not is_chosen):
             break
         if any(remedy.key == known.key for known in found):
             continue
@@ -64,9 +67,9 @@ def remedies(
     return tuple(found)
 
 
-def _candidates(config: "PretrainedConfig") -> Iterator[Remedy]:
-    """Yield keys with other values to try, starting with keys that differ from their class's
-    default.
+def _candidates(config: "PretrainedConfig") -> Iterator[tuple[Remedy, bool]]:
+    """Yield keys with other values to try, and whether their value differs from their class's
+    default; such keys come first.
     """
     text = config.get_text_config()
     later: list[Remedy] = []
@@ -74,13 +77,14 @@ def _candidates(config: "PretrainedConfig") -> Iterator[Remedy]:
         own = [] if default == value else [Remedy(key, value, default)]
         if isinstance(value, bool):
             own += [Remedy(key, value, not value)] * (default is value)
-        elif isinstance(value, int) and 0 <= value < SMALL:
+        elif value == 0 or (isinstance(value, int) and 0 < value < SMALL):
             own.append(Remedy(key, value, value + 1))
         if default != value:
-            yield from own
+            yield from ((each, True) for each in own)
         else:
             later += own
-    yield from sorted(later, key=lambda one: not isinstance(one.value, bool))
+    for each in sorted(later, key=lambda one: not isinstance(one.value, bool)):
+        yield each, False
 
 
 def _default(part: "PretrainedConfig") -> Any:
@@ -99,7 +103,7 @@ def _values(prefix: str, part: Any, default: Any) -> Iterator[tuple[str, Any, An
         usual = defaults.get(key)
         if not isinstance(key, str) or key.startswith("_") or key.endswith("_token_id"):
             continue
-        if key in SIZES:
+        if key in SIZES | POSITIONS:
             continue
         if isinstance(value, dict | PretrainedConfig):
             yield from _values(f"{prefix}{key}.", value, {} if usual is None else usual)

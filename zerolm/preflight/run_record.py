@@ -13,15 +13,14 @@ from typing import Any
 
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.values import shown
-from zerolm.config.resolved import Resolved
-from zerolm.config.settings import split_weight
+from zerolm.config.settings import Settings, split_weight
 from zerolm.data.mixture import (
-    describe_stages,
+    blend_record,
+    blends_from_record,
+    describe_blends,
     same_order_until,
-    stage_record,
-    stages_from_record,
 )
-from zerolm.data.order import Stage
+from zerolm.data.order import Blend
 from zerolm.data.skips import used_sequences_end
 from zerolm.ds_config.profile import Profile, block
 from zerolm.model.architecture import router_loss_coefficient
@@ -132,13 +131,13 @@ def data_order(plan: Plan) -> dict[str, Any]:
     }
     if plan.mixture.group > 1:
         order["group"] = plan.mixture.group
-    later = [stage_record(stage) for stage in plan.mixture.stages[1:]]
+    later = [blend_record(blend) for blend in plan.mixture.blends[1:]]
     return {**order, "stages": later} if later else order
 
 
-def _stages_of(order: Mapping[str, Any]) -> list[Stage]:
-    """Return the mixture stages recorded by `data_order`."""
-    return stages_from_record([[0, order["weights"]], *order.get("stages", [])])
+def _blends_of(order: Mapping[str, Any]) -> list[Blend]:
+    """Return the data blends recorded by `data_order`."""
+    return blends_from_record([[0, order["weights"]], *order.get("stages", [])])
 
 
 def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
@@ -146,7 +145,7 @@ def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any
 
     The position in tokens stays the same; with another `seq_len` it is rounded up to a complete
     sequence. In a different order, sequence numbers refer to different text, so the skipped windows
-    and the loss history are dropped. Stages that have not started yet may differ.
+    and the loss history are dropped. Blends that have not started yet may differ.
 
     Args:
         old, new: results of `data_order` for the checkpoint and for this run.
@@ -155,7 +154,7 @@ def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
     keys = {"group", *new} - {"weights", "stages"}
     alike = all(_same(old.get(key), new.get(key)) for key in keys)
-    if alike and same_order_until(_stages_of(old), _stages_of(new), fixed):
+    if alike and same_order_until(_blends_of(old), _blends_of(new), fixed):
         return progress
     position = -(-progress.position * old["seq_len"] // new["seq_len"])
     return replace(progress, position=position, skipped_windows=[], history={})
@@ -198,7 +197,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         ("settings.data", _weights(old_data), _weights(settings.data), settings.where("data"))
     )
     if pairs[-1][1] == pairs[-1][2] and settings.seq_len == old_settings.get("seq_len"):
-        pairs.append(_stage_pair(record, settings, plan.mixture.stages, fixed_sequences))
+        pairs.append(_blend_pair(record, settings, plan.mixture.blends, fixed_sequences))
     old_print = record.get("data_fingerprint")
     where = "--data has different tokens, or one of its manifest.json files has changed"
     pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, where))
@@ -212,8 +211,8 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     where = f"--deepspeed_config; the run started on {record.get('device', 'an unknown device')}, "
     where += f"this is {plan.device_name}"
     old_profile = Profile.parse(block(record, "ds_config"))
-    pairs.append(_precision_pair(old_profile, plan.profile, where))
-    pairs += _ds_pairs(old_profile, plan.profile)
+    pairs.append(_precision_pair(old_profile, plan.ds, where))
+    pairs += _ds_pairs(old_profile, plan.ds)
     return [Difference(*pair) for pair in pairs if not _same(pair[1], pair[2])]
 
 
@@ -224,21 +223,21 @@ def _same_weights(record: Mapping[str, Any], plan: Plan) -> bool:
     return block(record, "initial_weights").get("digest") == plan.initial.digest
 
 
-def _stage_pair(
-    record: Mapping[str, Any], settings: Resolved, new: Sequence[Stage], fixed_sequences: int
+def _blend_pair(
+    record: Mapping[str, Any], settings: Settings, new: Sequence[Blend], fixed_sequences: int
 ) -> tuple[str, Any, Any, str]:
-    """Compare the mixture stages that have started; return the key, old and new value, and origin.
-    Old runs had a single stage, which they did not record.
+    """Compare the data blends that have started; return the key, old and new value, and origin.
+    Old runs had a single blend, which they did not record.
     """
     recorded = block(record, "mixture").get("stages")
-    old = stages_from_record(recorded) if recorded else list(new[:1])
+    old = blends_from_record(recorded) if recorded else list(new[:1])
     where = next(
         (settings.where(name) for name in MIXTURE_SETTINGS if name in settings.explicit),
         settings.where("data"),
     )
     if same_order_until(old, new, fixed_sequences):
         return ("mixture", None, None, where)
-    return ("mixture", describe_stages(old), describe_stages(new), where)
+    return ("mixture", describe_blends(old), describe_blends(new), where)
 
 
 def _weights(sources: Any) -> list[float | None]:
@@ -246,12 +245,7 @@ def _weights(sources: Any) -> list[float | None]:
 
     If the weights depend on the sources' sizes, all are None.
     """
-    weights = []
-    for source in sources:
-        try:
-            weights.append(split_weight(source)[1])
-        except ValueError:
-            weights.append(None)
+    weights = [split_weight(source)[1] for source in sources]
     if any(weight is None for weight in weights):
         return [None] * len(weights)
     total = sum(weight for weight in weights if weight is not None)

@@ -1,7 +1,7 @@
 """Make the config of a small copy of a model, which differs only in having few, narrow layers.
 
 `model_proof` runs the copy. The copy preserves what defines the model: kinds of layers and their
-order, masks, windows, positions, multipliers, and experts per token. Must not build a model.
+order, masks, windows, positions, multipliers, and experts per token. Must not create weights.
 """
 
 import copy
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from zerolm.model.architecture import EXPERT_COUNT_KEYS, has_padding_position, num_experts
+from zerolm.preflight.layer_kinds import DEPTHS, layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,10 +76,6 @@ GROUPED_HEADS = {  # {key for key-value heads: key for the query heads that shar
     "kv_n_heads": "num_attention_heads",
     "swa_num_key_value_heads": "swa_num_attention_heads",
 }
-DEPTHS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth"),
-    *("decoder_layers", "num_decoder_layers"),
-)
 GROUPS_OF_EXPERTS = ("n_group", "num_expert_group")
 FEW_VALUES = 2_000_000  # a copy with at most this many parameters keeps the model's widths
 MANY_LAYERS = 100  # maximum number of layers for a copy with all layers
@@ -109,8 +106,11 @@ def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedCon
             for key, value in vars(text).items()
             if isinstance(value, list | tuple) and len(value) == depth
         }
+        more = layer_kinds(config)
+        if len(more) != depth:
+            more = [()] * depth
         kinds = [
-            (layer, *(str(value[number]) for value in lists.values()))
+            (layer, more[number], *(str(value[number]) for value in lists.values()))
             for number, layer in enumerate(layers)
         ]
         first = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))

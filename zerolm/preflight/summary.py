@@ -6,7 +6,7 @@ from zerolm.data.epochs import times
 from zerolm.distributed.device import ABSENT
 from zerolm.ds_config import scheduler
 from zerolm.optim.schedule import SCHEDULES
-from zerolm.plan import memory
+from zerolm.plan import exchange, memory
 from zerolm.plan.peak_flops import TF32
 from zerolm.plan.plan import Plan
 from zerolm.plan.rank_share import config_of_rank
@@ -15,9 +15,9 @@ from zerolm.run_dir.records import lineage
 
 def figures(plan: Plan) -> dict[str, str]:
     """Return {name: text} for a plan's derived figures."""
-    settings, model, profile = plan.settings, plan.model, plan.profile
+    settings, model, profile = plan.settings, plan.model, plan.ds
     kept = settings.kept_bytes()
-    states = memory.model_states(model.shapes, profile, plan.world_size, kept_bytes=kept)
+    states = memory.model_states(model.shapes, profile, plan.layout, kept_bytes=kept)
     chunk = settings.loss_chunk_tokens
     second = ""
     if states.secondary:
@@ -33,6 +33,10 @@ def figures(plan: Plan) -> dict[str, str]:
         chunk,
         settings.compile,
     )
+    activations += exchange.memory_bytes(
+        model.config, model.shapes, plan.layout, settings.micro_batch_size * settings.seq_len,
+        profile.weight_bytes, bool(settings.gradient_checkpointing),
+    )  # fmt: skip
     lines = {
         "model": f"{model.config.model_type}, {model.num_parameters:,} parameters",
         **({"branch": _branch_line(plan)} if plan.branch else {}),
@@ -59,7 +63,9 @@ def figures(plan: Plan) -> dict[str, str]:
         "checkpoints": f"every {settings.checkpoint_interval} steps, "
         f"{settings.checkpoint_keep} kept",
         "checkpoint size": shown_bytes(
-            memory.checkpoint_bytes(model.shapes, profile, kept_bytes=kept)
+            memory.checkpoint_bytes(
+                model.shapes, profile, kept_bytes=kept, experts=plan.layout.experts
+            )
         ),
     }
     if plan.initial is not None:
@@ -87,7 +93,7 @@ def _branch_line(plan: Plan) -> str:
 
 
 def _precision(plan: Plan) -> str:
-    weights, products = plan.profile.precision, plan.profile.compute_precision
+    weights, products = plan.ds.precision, plan.ds.compute_precision
     if plan.matmul_precision == TF32:
         return f"{weights}, matrix products in TF32"
     return weights if products == weights else f"{weights} weights, {products} arithmetic"
@@ -102,8 +108,7 @@ def _devices(plan: Plan) -> str:
 def _learning_rate_line(plan: Plan) -> str:
     settings = plan.settings
     if plan.learning_rate is None:
-        block = plan.profile.block("scheduler")
-        return scheduler.description(block, settings.learning_rate, plan.total_steps)
+        return scheduler.description(plan.ds, settings.learning_rate, plan.total_steps)
     line = f"{settings.schedule}, peak {settings.learning_rate:g}"
     if SCHEDULES[plan.learning_rate.kind].uses_minimum:
         line += f" to {plan.learning_rate.minimum:g}"

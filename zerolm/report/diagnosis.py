@@ -25,6 +25,7 @@ from zerolm.report.speed_diagnosis import (
     slow_data,
     slow_host,
     slow_rank,
+    uneven_experts,
 )
 
 # Number of earlier losses that a loss is compared with, and threshold in standard deviations.
@@ -309,5 +310,6 @@ _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     slow_data,
     low_mfu,
     slow_rank,
+    uneven_experts,
     checkpoint_stalls,
 )

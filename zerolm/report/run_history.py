@@ -17,6 +17,7 @@ from typing import Any
 from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common import processes
 from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.files import is_file
 from zerolm.report.curves import Curves
 from zerolm.run_dir import events
 from zerolm.run_dir.files import RunFiles
@@ -144,7 +145,7 @@ def read_run(run_dir: str | Path) -> RunHistory:
             heartbeats.
     """
     files = RunFiles(run_dir)
-    has_begun = any(path.is_file() for path in (files.record, files.metrics, files.events))
+    has_begun = any(is_file(path) for path in (files.record, files.metrics, files.events))
     # A new run compiles operators before it writes these files, but it has heartbeats.
     if not has_begun and not files.heartbeats():
         raise ConfigError(

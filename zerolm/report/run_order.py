@@ -15,7 +15,7 @@ import numpy as np
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.config.settings import BEST_FIT, Settings
-from zerolm.data.mixture import group_size, stages_from_record
+from zerolm.data.mixture import blends_from_record, group_size
 from zerolm.data.order import Order
 from zerolm.data.packing import Packing, data_fingerprint, num_rows, open_intact_packing
 from zerolm.data.skips import SkippedRanges, sequence_ids
@@ -94,13 +94,13 @@ def open_run(run_dir: Path) -> RunOrder:
         )
     sizes = [num_rows(source, seq_len, settings.packing) for source in training]
     recorded = record.get("mixture", {}).get("stages") or [[0, sources.weights]]
-    first, *later = stages_from_record(recorded)
+    first, *later = blends_from_record(recorded)
     return RunOrder(
         run_dir,
         settings,
         training,
         source_names(training),
-        Order(sizes, first.weights, settings.seed, stages=later, group=group_size(settings)),
+        Order(sizes, first.weights, settings.seed, blends=later, group=group_size(settings)),
         record.get("skipped_windows", []),
     )
 

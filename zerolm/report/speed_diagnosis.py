@@ -16,11 +16,13 @@ from zerolm.report.findings import (
     recent_of,
 )
 from zerolm.run_dir.events import shown_slow_host
+from zerolm.run_dir.metrics import RANK_IMBALANCE
 
 DATA_SHARE = 0.1
 LOW_MFU, FALLEN_MFU = 0.1, 0.75
 SLOW_RANK_RATIO, SLOW_RANK_ROWS = 1.25, 0.7
 STALL_SHARE = 0.05
+UNEVEN_RATIO = 1.5  # tokens of the busiest rank's experts, relative to the mean
 
 
 def slow_data(rows: Sequence[Row]) -> list[Finding]:
@@ -85,6 +87,19 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
         f"`zerolm doctor` compares hosts)."
     )
     return [finding_at("slow_rank", ranks[0], text)]
+
+
+def uneven_experts(rows: Sequence[Row]) -> list[Finding]:
+    """Return a finding if the experts of one rank get many more tokens than those of others."""
+    ratios = recent_of(rows, RANK_IMBALANCE)
+    if not ratios or (ratio := median_of(ratios)) < UNEVEN_RATIO:
+        return []
+    text = (
+        f"The experts of the busiest rank get {ratio:.2f} times as many tokens as those of the "
+        f"mean rank, and all ranks wait for it. Balance the experts (--balance_rate, or "
+        f"--global_router_loss with a larger coefficient), or use a smaller --expert_parallel."
+    )
+    return [finding_at("uneven_experts", ratios[0], text)]
 
 
 def slow_host(events: Sequence[Row]) -> list[Finding]:

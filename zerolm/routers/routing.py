@@ -8,7 +8,7 @@ on files or trackers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from zerolm.model.architecture import experts_per_token, router_loss_coefficient
 from zerolm.model.loss import balance_loss, choice_shares, router_z_loss
 from zerolm.routers.biased_routers import ExpertLoads, biased_routers, update_biases
+from zerolm.run_dir.metrics import AUXILIARY
 
 Row = dict[str, float]
 
@@ -95,31 +96,27 @@ class Routing:
             if not self._shares:  # copied to the device once per step
                 self._shares = choice_shares(logits, self.state.get("loads", []), self._top_k)
             loss = balance_loss(logits, self._shares, tokens)
-            found["train/auxiliary_loss"] = self._coefficient * loss
+            found[AUXILIARY] = self._coefficient * loss
         if self._z_loss:
             found["train/router_z_loss"] = self._z_loss * router_z_loss(logits, tokens)
         return found
 
-    def sums(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's terms of the metrics, (figures,) float64.
+    def sums(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's terms: {group: {router: float64 (n,)}}, with groups of the step."""
+        found = {}
+        if self._counting:
+            counts = self._counter.counts().double().split(self._counter.num_experts)
+            found["loads"] = _by_router(counts)
+        return found | self._metrics.sums()
 
-        Every rank returns the same number of terms, so one reduction can sum them.
-        """
-        sums = self._metrics.sums(device)
-        return torch.cat([self._counter.counts().double(), sums]) if self._counting else sums
-
-    def row(self, figures: Sequence[float]) -> Row:
+    def row(self, figures: Mapping[str, Mapping[str, Sequence[float]]]) -> Row:
         """Return the metrics of the step; none if it was not measured.
 
         Args:
             figures: the result of `sums`, summed over ranks.
         """
-        self._loads, start = [], 0
-        if self._counting:
-            for experts in self._counter.num_experts:
-                self._loads.append([int(each) for each in figures[start : start + experts]])
-                start += experts
-        row = self._metrics.row(figures[start:])
+        self._loads = [[*map(int, each)] for each in figures.get("loads", {}).values()]
+        row = self._metrics.row(figures.get("logits", {}))
         if not self._measuring:
             return {}
         # Metrics of the actual choices, which use the biases, replace metrics of the largest
@@ -151,14 +148,13 @@ class RouterMetrics:
         self._top_k = experts_per_token(config)
         self._interval = interval
         self._measuring = False
-        self._num_experts: list[int] = []  # per router
         self.loads: list[list[int]] = []
         self._sums: list[torch.Tensor] = []
 
     def begin(self, step: int) -> None:
         """Start a step, and determine whether to measure it."""
         self._measuring = self._top_k is not None and step % self._interval == 0
-        self._num_experts, self._sums = [], []
+        self._sums = []
 
     @torch.no_grad()
     def observe(self, outputs: Any) -> None:
@@ -174,31 +170,26 @@ class RouterMetrics:
         found = [_expert_sums(each.detach().float(), self._top_k or 1) for each in logits]
         if self._sums:
             found = [old + new for old, new in zip(self._sums, found, strict=True)]
-        self._num_experts, self._sums = [each.shape[-1] for each in logits], found
+        self._sums = found
 
-    def sums(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's terms of the metrics, (figures,) float64.
+    def sums(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's terms of the metrics; none if the step is not measured."""
+        return {"logits": _by_router(self._sums)} if self._measuring else {}
 
-        Every rank returns the same number of terms, so one reduction can sum them.
-        """
-        return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *self._sums])
-
-    def row(self, figures: Sequence[float]) -> Row:
+    def row(self, figures: Mapping[str, Sequence[float]]) -> Row:
         """Return the metrics of the step; none if it was not measured.
 
         Args:
-            figures: the result of `sums`, summed over ranks.
+            figures: the group of `sums`, summed over ranks.
         """
-        if not self._num_experts:
+        if not figures:
             return {}
         loads: list[list[int]] = []
-        entropies, start = [], 0
-        for experts in self._num_experts:
-            loads.append([int(each) for each in figures[start : start + experts]])
-            tokens = sum(loads[-1]) / (self._top_k or 1)
-            entropy = figures[start + experts]
+        entropies = []
+        for *load, entropy in figures.values():
+            loads.append([*map(int, load)])
+            tokens, experts = sum(loads[-1]) / (self._top_k or 1), len(load)
             entropies.append(entropy / (tokens * math.log(experts)) if experts > 1 else 0.0)
-            start += experts + 1
         self.loads = loads
         return {"router/entropy": sum(entropies) / len(entropies), **balance_row(loads)}
 
@@ -216,6 +207,10 @@ def balance_row(loads: Sequence[Sequence[float]]) -> Row:
         "router/unused_experts": unused / sum(map(len, loads)),
         **{f"router/load_imbalance/router.{n}": each for n, each in enumerate(imbalances)},
     }
+
+
+def _by_router(figures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"router.{number}": each for number, each in enumerate(figures)}
 
 
 def _expert_sums(logits_NE: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -144,12 +144,12 @@ def _stalled(event: Event) -> str:
     return _TEMPLATES.vformat(template, (), event)
 
 
-def _stage(event: Event) -> str:
+def _blend(event: Event) -> str:
     shares = event.get("shares")
     if not isinstance(shares, Mapping):
         return ""
     parts = ", ".join(f"{name} {share:.3%}" for name, share in shares.items())
-    return f"mixture stage {event.get('stage', '?')}: {parts}"
+    return f"data blend {event.get('stage', '?')}: {parts}"
 
 
 def _branched(event: Event) -> str:
@@ -259,8 +259,8 @@ _KINDS: tuple[EventKind, ...] = (
         "the learning rate is multiplied by `factor` for `steps` steps; `reason`",
         "learning rate times {factor} for {steps} steps: {reason}"),
     EventKind("stage", "plain",
-        "this step is the first of the next mixture stage: `stage`, numbered from 1; `shares` of "
-        "the sources", _stage),
+        "this step is the first of the next data blend: `stage`, numbered from 1; `shares` of "
+        "the sources", _blend),
     EventKind("rollback", "notable",
         "the run went back to an earlier `checkpoint`: `from_step`, `to_step`, `first_anomaly`, "
         "`skipped_window` of sequence numbers, `reason`; as in `rollbacks.json`",

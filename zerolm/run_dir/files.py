@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from zerolm.common.files import is_dir
+
 MANIFEST = "MANIFEST.json"  # in each checkpoint, on disk and in object stores
 TRACKER_STATE = "run.json"  # in a tracker's directory: identifies the tracker's run to continue
 STEP = "step-"
@@ -235,11 +237,11 @@ def foreign_entries(checkpoints: Path) -> list[str]:
 
 
 def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return [path.name for path in directory.iterdir()] if is_dir(directory) else []
 
 
 def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+    return is_dir(path) and not path.is_symlink()
 
 
 def rollback_name(archive: Path) -> str:

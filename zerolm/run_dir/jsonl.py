@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict
 
-from zerolm.common.files import sync_directory
+from zerolm.common.files import is_file, sync_directory
 from zerolm.common.records import Count, mismatch, open_regular, parse_json, unreadable
 
 BLOCK_BYTES = 1 << 16
@@ -130,7 +130,7 @@ def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
     unreadable line counts as after `step`, and is not returned.
     """
     rows: list[Row] = []
-    if not path.is_file():
+    if not is_file(path):
         return rows, 0
     end = path.stat().st_size
     for start, line in _lines_backwards(path):
@@ -149,7 +149,7 @@ def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
 
 def last_step(path: Path) -> int | None:
     """Return the step of the last row that can be read; None if there is no such row."""
-    if path.is_file():
+    if is_file(path):
         for _, line in _lines_backwards(path):
             with contextlib.suppress(ValueError, RecursionError):
                 return parse_row(line, MetricsRow)["step"]

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a metric is better
+AUXILIARY = "train/auxiliary_loss"  # auxiliary loss of the routers
+RANK_IMBALANCE = "router/rank_imbalance"  # of tokens over ranks with divided experts
 
 
 @dataclass(frozen=True)
@@ -121,36 +123,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             bar_rank=5, about="learning rate of the last step"),
         Metric("train/grad_norm", "", GRADIENT_NORM, line="grad_norm={:.3f}", bar="grad {:.3g}",
             bar_rank=4, about="2-norm of the gradient before clipping"),
-        Metric("train/clipped_share", "share",
-            Panel("Clipped steps", smooth=True,
-                about="Share of steps since the previous line."),
-            "share of steps since the previous line whose gradient was clipped; absent without "
-            "`gradient_clipping`"),
-        Metric("train/param_norm", "", Panel("Parameter norm", about="2-norm of all weights."),
-            "2-norm of all parameters; absent if they are offloaded to NVMe"),
-        Metric("train/param_norm/<block>", "",
-            Panel("Parameter norm by block", many=True, ordered=True,
-                about="2-norm of the weights of each block, from the first (blue) to the last "
-                    "(yellow)."),
-            "the same for one block: a decoder layer (`layers.3`), the embeddings, the final "
-            "norm or the head. A tied head counts as part of the embeddings"),
-        Metric("train/update_ratio", "",
-            Panel("Update ratio", log=True,
-                about="Norm of a step's weight update, divided by the norm of the weights; around "
-                    "0.001 is usual."),
-            "norm of the last step's update to the float32 master weights, divided by the norm "
-            "of the parameters; about 1e-3 is usual. Absent for a step that was not applied"),
-        Metric("train/update_ratio/<block>", "",
-            Panel("Update ratio by block", many=True, ordered=True, log=True),
-            "the same for one block"),
-        Metric("train/noise_scale_tokens", "tokens", NOISE_SCALE,
-            "gradient noise scale: the batch size at which noise and signal in the gradient are "
-            "equal (see below)"),
-        Metric("train/batch_tokens", "tokens", NOISE_SCALE,
-            "tokens in the last step's batch, over all ranks"),
     ),
     "Routers": (
-        Metric("train/auxiliary_loss", "nats", Panel("Router loss", smooth=True),
+        Metric(AUXILIARY, "nats", Panel("Router loss", smooth=True),
             "router loss of a mixture of experts, weighted as the model config sets; mean over "
             "the micro-batches of all ranks; not included in `train/loss`"),
     ),
@@ -201,8 +176,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "epochs over a source since the run started"),
         Metric("data/<source>/tokens", "tokens", None,
             "tokens read from a source since the run started"),
-        Metric("data/stage", "", Panel("Mixture stage"),
-            "with `--data_stage` or `--over_max_epochs redistribute`: the current mixture stage, "
+        Metric("data/stage", "", Panel("Data blend"),
+            "with `--data_stage` or `--over_max_epochs redistribute`: the current data blend, "
             "numbered from 1, at the last sequence of the step"),
         Metric("data/store_bytes", "bytes",
             Panel("Read from the store",

@@ -64,7 +64,7 @@ class BranchRecord(_BranchPoint, total=False):
 
     `run` is the trunk's directory, and `digest` identifies the checkpoint. `changes` lists changes
     that affect the loss curve, as {setting: [old, new]}. `data` and `mixture_temperature` are the
-    values that the user gave, if they became a mixture stage. `branch` is the trunk's record, if
+    values that the user gave, if they became a data blend. `branch` is the trunk's record, if
     the trunk is also a branch.
     """
 

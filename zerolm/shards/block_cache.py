@@ -182,7 +182,7 @@ class BlockCache:
         way = 0
         if tags is not None:
             ways = np.flatnonzero(tags[:, 0] == block + 1)
-            way = int(ways[0]) if ways.size else int(tags[:, 1].argmin())
+            way = int(ways[0]) if ways.size else int(np.argmin(tags[:, 1]))
             tags[way, 0] = 0
         slot = block if tags is None else self._first_slot(block) + way
         try:

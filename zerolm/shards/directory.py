@@ -13,6 +13,7 @@ from typing import Any
 from zerolm.common.errors import ShardError
 from zerolm.common.files import (
     encode_json,
+    exists,
     make_directories,
     require_writable,
     sync_directory,
@@ -40,7 +41,7 @@ def output_problems(directory: str | Path) -> list[str]:
     disk.
     """
     directory = Path(directory)
-    if (directory / MANIFEST).exists():
+    if exists(directory / MANIFEST):
         return [
             f"{directory}: already holds token shards. Choose another directory, or remove this "
             "one to tokenize again."

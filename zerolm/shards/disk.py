@@ -84,11 +84,12 @@ def size_problems(directory: Path, shards: Iterable[dict[str, Any]]) -> list[str
 def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
     """Check the file sizes of evenly spaced shards without listing the directory.
 
-    Nodes check different shards, because the spacing is odd and the nodes' first ranks differ by
-    even numbers.
+    Nodes check different shards: each begins at its own number, which DeepSpeed's launcher and
+    torchrun name differently.
     """
-    distance = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1 | 1
-    first = int(os.environ.get("RANK", "0")) % distance
+    distance = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1
+    node = os.environ.get("CROSS_RANK") or os.environ.get("GROUP_RANK") or "0"
+    first = int(node) % distance
     problems = []
     for number in range(first, len(shards), distance):
         shard = shards[number]
@@ -246,7 +247,7 @@ class OpenShard:
         tokens = self.tokens[start // size : stop // size]
         if tokens.max() < self._head["vocab_size"]:
             return
-        block = (start + int(tokens.argmax()) * size) // BLOCK_BYTES
+        block = (start + int(np.argmax(tokens)) * size) // BLOCK_BYTES
         part = self._content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
         raise ShardReadError(f"{self._place(block)} {wrong_id(part, self._head)}")
 

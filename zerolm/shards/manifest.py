@@ -86,6 +86,7 @@ class _RequiredKeys(TypedDict):
 
 
 class _Manifest(_RequiredKeys, total=False):
+    bos_id: Count
     input_files: _InputFiles
 
 
@@ -233,6 +234,9 @@ def _contradictions(manifest: dict[str, Any]) -> list[str]:
     vocab_size = manifest["vocab_size"]
     if manifest["eos_id"] >= vocab_size:
         problems.append(f"eos_id {manifest['eos_id']} is not below vocab_size {vocab_size}.")
+    bos_id = manifest.get("bos_id")
+    if bos_id is not None and (bos_id >= vocab_size or bos_id == manifest["eos_id"]):
+        problems.append(f"bos_id {bos_id} is eos_id, or is not below vocab_size {vocab_size}.")
     dtype = DTYPES.get(manifest["dtype"])
     if dtype is None:
         problems.append(f"dtype is {manifest['dtype']!r}, not uint16 or uint32.")

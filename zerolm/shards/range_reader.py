@@ -157,7 +157,11 @@ class RangeReader:
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-            options["client_kwargs"] = {"timeout": timeout}
+            options["client_kwargs"] = {  # coded content has no ranges of the file
+                "timeout": timeout,
+                "headers": {"Accept-Encoding": "identity"},
+                "auto_decompress": False,
+            }
         fs, root = fsspec.core.url_to_fs(str(self.url), skip_instance_cache=True, **options)
         if hasattr(fs, "retries"):
             fs.retries = 1

@@ -82,6 +82,11 @@ class Source:
         return self.head["eos_id"]
 
     @property
+    def bos_id(self) -> int | None:
+        """The id that begins every document; None if documents have none."""
+        return self.head.get("bos_id")
+
+    @property
     def dtype(self) -> np.dtype:
         return DTYPES[self.head["dtype"]]
 
@@ -316,6 +321,7 @@ class _IdCheck:
     def __init__(self, source: Source, number: int, ends: np.ndarray):
         self.source, self.shard, self.ends = source, source.shards[number], ends
         self.largest, self.seen, self.documents_end_in_eos = 0, 0, True
+        self.begins, self.documents_begin_with_bos = np.insert(ends[:-1], 0, 0), True
 
     def update(self, tokens: np.ndarray) -> None:
         """Check the next ids of the shard."""
@@ -324,6 +330,10 @@ class _IdCheck:
         eos_places = self.ends[first:last] - 1 - self.seen
         eos_places = eos_places[(eos_places >= 0) & (eos_places < len(tokens))]  # damaged index
         self.documents_end_in_eos &= bool((tokens[eos_places] == self.source.eos_id).all())
+        if self.source.bos_id is not None:
+            first, last = np.searchsorted(self.begins, bounds)
+            begins = tokens[self.begins[first:last] - self.seen]
+            self.documents_begin_with_bos &= bool((begins == self.source.bos_id).all())
         self.largest = max(self.largest, int(tokens.max()))
         self.seen += len(tokens)
 
@@ -334,6 +344,10 @@ class _IdCheck:
         eos_id, vocab_size, problems = self.source.eos_id, self.source.vocab_size, []
         if not self.documents_end_in_eos:
             problems.append(f"{index}: a document does not end in id {eos_id}. Tokenize again.")
+        if not self.documents_begin_with_bos:
+            problems.append(
+                f"{index}: a document does not begin with id {self.source.bos_id}. Tokenize again."
+            )
         if self.largest >= vocab_size:
             problems.append(
                 f"{self.source.directory / self.shard['file']}: token id {self.largest} is not "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.files import sync_directory, write_atomically
+from zerolm.common.files import is_file, sync_directory, write_atomically
 from zerolm.common.values import count, duration
 from zerolm.config.settings import Settings
 from zerolm.distributed.collectives import print_safely
@@ -59,10 +59,10 @@ class RunLog:
             self.lacks_rows = f"{path} {has}: the rows up to step {resumed_step} are missing"
         self._metrics = LineFile(path, print_safely)
         path = self.files.samples
-        if path.is_file():
+        if is_file(path):
             jsonl.truncate(path, jsonl.rows_from(path, resumed_step, SampleRow)[1])
         path = self.files.events
-        incomplete = path.is_file() and not path.read_bytes().endswith(b"\n")
+        incomplete = is_file(path) and not path.read_bytes().endswith(b"\n")
         self._events = LineFile(path, print_safely)
         if incomplete and path.stat().st_size:
             self._events.write("")  # ends the incomplete line left by a killed writer

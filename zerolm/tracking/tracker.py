@@ -71,6 +71,21 @@ class Tracker:
         ]
 
     @classmethod
+    def resolve(cls, settings: Settings, environment: Mapping[str, str]) -> Settings:
+        """Return the settings with the tracker's own variables applied; called for every run."""
+        return settings
+
+    @classmethod
+    def value_problems(cls, settings: Settings, environment: Mapping[str, str]) -> list[str]:
+        """Return the settings and variables that an enabled tracker refuses on any machine."""
+        return []
+
+    @classmethod
+    def notices(cls, settings: Settings, environment: Mapping[str, str]) -> list[str]:
+        """Return what a user may not expect of an enabled tracker."""
+        return []
+
+    @classmethod
     def repair(cls, run_dir: Path) -> str:
         """Return how a user can send missing rows after a failure."""
         return "metrics.jsonl is complete, and the next start writes the missing rows"
@@ -113,6 +128,13 @@ def tracker_class(name: str) -> type[Tracker]:
     """Import and return the class of a tracker."""
     module, _, attribute = TRACKERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def resolve_trackers(settings: Settings, environment: Mapping[str, str]) -> Settings:
+    """Return the settings with the variables of all trackers applied."""
+    for name in TRACKERS:
+        settings = tracker_class(name).resolve(settings, environment)
+    return settings
 
 
 def enabled_trackers(settings: Settings) -> list[str]:

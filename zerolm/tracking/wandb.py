@@ -21,7 +21,7 @@ from zerolm.common.records import read_record
 from zerolm.config.settings import Settings
 from zerolm.run_dir.files import MANIFEST, TRACKER_STATE
 from zerolm.run_dir.records import read_rollbacks, read_run_json
-from zerolm.tracking import alerts, wandb_files
+from zerolm.tracking import alerts, wandb_environment, wandb_files
 from zerolm.tracking.tracker import Row, Tracker
 from zerolm.tracking.wandb_identity import (
     Identity,
@@ -135,6 +135,22 @@ class WandbTracker(Tracker):
         ]
 
     @classmethod
+    def resolve(cls, settings: Settings, environment: Mapping[str, str]) -> Settings:
+        return wandb_environment.with_environment(settings, environment)
+
+    @classmethod
+    def value_problems(cls, settings: Settings, environment: Mapping[str, str]) -> list[str]:
+        mode = resolve_mode(settings.wandb, environment)
+        return wandb_environment.problems(settings, environment, mode)
+
+    @classmethod
+    def notices(cls, settings: Settings, environment: Mapping[str, str]) -> list[str]:
+        mode = resolve_mode(settings.wandb, environment)
+        names = wandb_environment.NAMES
+        used = {name: (settings.where(name), getattr(settings, name)) for name in names}
+        return wandb_environment.notices(environment, used, mode)
+
+    @classmethod
     def repair(cls, run_dir: Path) -> str:
         return f"metrics.jsonl is complete; send it with: zerolm wandb-sync {quote(str(run_dir))}"
 
@@ -144,7 +160,9 @@ class WandbTracker(Tracker):
         """Start or resume the W&B run."""
         self.directory.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_DATA_DIR", str((self.directory / "data").resolve()))
-        os.environ["WANDB_SILENT"] = "true"
+        os.environ.setdefault("WANDB_SILENT", "true")
+        for variable in wandb_environment.REPLACED:
+            os.environ.pop(variable, None)
         # Disable telemetry, which W&B sends to its developers even offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -158,7 +176,7 @@ class WandbTracker(Tracker):
             self._logged = wandb_files.logged(self.run_dir, self.run_id)
         close()
         self.run = wandb.init(
-            project=self.identity.project,
+            project=self.identity.project or wandb.setup().settings.project or "zerolm",
             entity=self.identity.entity,
             group=self.identity.group,
             name=self.identity.name,
@@ -169,7 +187,7 @@ class WandbTracker(Tracker):
             mode=mode,
             config=self.config,
             settings=wandb.Settings(
-                init_timeout=INIT_SECONDS,
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS)),
                 finish_timeout=FINISH_SECONDS,
                 finish_timeout_raises=True,
                 console="off",

@@ -15,6 +15,7 @@ from zerolm.run_dir.files import TRACKER_STATE, RunFiles
 from zerolm.run_dir.records import ancestors
 
 MAX_TAG_CHARACTERS = 64  # W&B rejects longer tags
+MAX_NAME_CHARACTERS = 128  # of a project, group or run
 
 
 class _Id(TypedDict):
@@ -34,11 +35,12 @@ class Identity:
 
     Attributes:
         entity: user or team; None means the owner of the key.
+        project: None means the project in W&B's settings file, or zerolm.
         group: name of the group with all W&B runs for the run directory.
     """
 
     mode: str
-    project: str
+    project: str | None
     entity: str | None
     group: str
     name: str
@@ -54,18 +56,22 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
     """
     settings = record.get("settings", {})
     name = settings.get("wandb_name") or run_dir.resolve().name
-    tags = (settings.get("wandb_tags") or "").split(",")
+    tags = split_tags(settings.get("wandb_tags") or "")
     family = ancestors(record.get("branch"))
     tags += ["branch"] * bool(family)
     tags += [f"of {name}@{step}"[-MAX_TAG_CHARACTERS:] for name, step in family]
     return Identity(
         mode=settings.get("wandb") or "auto",
-        project=settings.get("wandb_project") or "zerolm",
+        project=settings.get("wandb_project"),
         entity=settings.get("wandb_entity"),
-        group=settings.get("wandb_group") or name,
-        name=name + suffix,
-        tags=tuple(dict.fromkeys(tag.strip() for tag in tags if tag.strip())),
+        group=(settings.get("wandb_group") or name)[:MAX_NAME_CHARACTERS],
+        name=name[: MAX_NAME_CHARACTERS - len(suffix)] + suffix,
+        tags=tuple(dict.fromkeys(tags)),
     )
+
+
+def split_tags(text: str) -> list[str]:
+    return [tag.strip() for tag in text.split(",") if tag.strip()]
 
 
 def page_of(run_dir: Path) -> str | None:
@@ -77,7 +83,7 @@ def page_of(run_dir: Path) -> str | None:
     return state.get("url") if state else None
 
 
-def resolve_mode(mode: str) -> str:
+def resolve_mode(mode: str, environment: Mapping[str, str] = os.environ) -> str:
     """Resolve `auto` to the mode set by `WANDB_MODE`, else to online if there is a key.
 
     `WANDB_MODE=disabled` resolves to offline. This matters only for `wandb-sync`, which then writes
@@ -85,9 +91,9 @@ def resolve_mode(mode: str) -> str:
     """
     if mode != "auto":
         return mode
-    if variable := mode_variable():
+    if variable := mode_variable(environment):
         return "online" if variable == "online" else "offline"
-    return "online" if has_key() else "offline"
+    return "online" if has_key(environment) else "offline"
 
 
 def has_key(environment: Mapping[str, str] = os.environ) -> bool:

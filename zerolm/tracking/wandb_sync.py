@@ -6,9 +6,10 @@ progress.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.locks import FileLock, LockTaken
@@ -16,6 +17,7 @@ from zerolm.common.records import open_regular, read_record, unreadable
 from zerolm.run_dir.files import TRACKER_STATE, RunFiles, rollback_name
 from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
 from zerolm.run_dir.records import read_run_json
+from zerolm.tracking import wandb_environment
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.wandb import WandbTracker, close, new_id
 from zerolm.tracking.wandb_identity import (
@@ -54,6 +56,9 @@ def wandb_sync(
             "--mode: online, but no key is configured. Run wandb login, set WANDB_API_KEY, or use "
             "--mode offline."
         )
+    record, notes = _named(record, {"wandb_project": project, "wandb_entity": entity}, mode)
+    for note in notes:
+        log(f"note: {note}")
     run_id = _id_in_use(files) if same_id else new_id()
     parts = [("", files.metrics)]
     parts += [(f"-{rollback_name(path)}", path) for path in files.all_archived_metrics()]
@@ -66,12 +71,7 @@ def wandb_sync(
     ids = []
     for suffix, path in parts:
         one = identity(files.run_dir, record, suffix)
-        one = replace(
-            one,
-            mode=resolve_mode(mode),
-            project=project or one.project,
-            entity=entity or one.entity,
-        )
+        one = replace(one, mode=resolve_mode(mode))
         ids.append(run_id + suffix)
         if one.mode == "online":
             log(f"{path}: connecting to W&B")
@@ -84,6 +84,31 @@ def wandb_sync(
                 "write the data to the run directory with --mode offline."
             ) from error
     return ids
+
+
+def _named(
+    record: dict[str, Any], given: Mapping[str, str | None], mode: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return run.json with the names to use, and notices of variables without effect.
+
+    A name is the flag's, else the one chosen for the run, else the environment's.
+    """
+    used = {
+        name: (f"environment: {variable}", os.environ[variable])
+        for name, variables in reversed(wandb_environment.NAMES.items())
+        for variable in reversed(variables)
+        if os.environ.get(variable)
+    }
+    chosen = wandb_environment.chosen_names(record)
+    used |= {name: (f"run.json: settings.{name}", value) for name, value in chosen.items()}
+    used |= {name: (f"--{name[6:]}", value) for name, value in given.items() if value}
+    mode = resolve_mode(mode)
+    problems = wandb_environment.name_problems(used)
+    if problems := problems + wandb_environment.variable_problems(os.environ, mode):
+        raise ConfigError(problems)
+    values = {name: value for name, (_, value) in used.items()}
+    renamed = {**record, "settings": record.get("settings", {}) | values}
+    return renamed, wandb_environment.notices(os.environ, used, mode)
 
 
 def _id_in_use(files: RunFiles) -> str:

@@ -15,7 +15,7 @@ from zerolm.checkpoint.save_job import Outcome
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import CheckpointWriteError
 from zerolm.ds_config import topology
-from zerolm.engine.partitions import SHARDS
+from zerolm.ds_files.pieces import SHARDS
 from zerolm.engine.protocol import Engine
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
@@ -123,10 +123,10 @@ class Checkpointing:
         """Return the manifest entries that describe the run."""
         plan = self._plan
         return {
-            "optimizer": topology.optimizer_kind(plan.profile),
+            "optimizer": topology.optimizer_kind(plan.ds),
             "data_fingerprint": plan.data_fingerprint,
-            "precision": plan.profile.precision,
-            "cut": topology.sharding(plan.profile),
+            "precision": plan.ds.precision,
+            "cut": topology.sharding(plan.ds, plan.layout),
             **({SHARDS: plan.layout.shards} if plan.layout.copies > 1 else {}),
             "order": run_record.data_order(plan),
             "versions": self.record["versions"],

@@ -1,7 +1,7 @@
 """`DataFeed`: one rank's micro-batches, for training and for the checkpoint probe.
 
 Connects the plan to the streams in zerolm/data: selects the data shard that a rank reads, and
-tracks the stages of the mixture. Every rank makes the same calls.
+tracks the blends of the mixture. Every rank makes the same calls.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class DataFeed:
     Attributes:
         order: the data order, set by `batches`.
         traffic: counts of blocks and bytes read from object stores and from the cache.
-        stage: mixture stage of the last sequence that was trained on.
+        blend: data blend of the last sequence that was trained on.
     """
 
     def __init__(self, plan: Plan, rank: int, device: Any, print_rank0: Callable[..., None]):
@@ -40,7 +40,7 @@ class DataFeed:
         self.settings = plan.settings
         self.order: Any = None
         self.traffic: Any = None
-        self.stage = 0
+        self.blend = 0
 
     def token_bytes(self) -> torch.Tensor | None:
         """Return each token's bytes of text, as a tensor on the device.
@@ -64,8 +64,8 @@ class DataFeed:
             "micro_batch_size": self.plan.settings.micro_batch_size,
             "document_mask": self.settings.document_mask,
             "packing": self.settings.packing,
-            "rank": shard,
-            "world_size": num_shards,
+            "shard": shard,
+            "num_shards": num_shards,
         }
 
     def batches(self, progress: Progress) -> Any:
@@ -78,13 +78,13 @@ class DataFeed:
             position=progress.position,
             end_position=UNBOUNDED,
             skipped_windows=progress.skipped_windows,
-            stages=self.plan.mixture.stages[1:],
+            blends=self.plan.mixture.blends[1:],
             group=self.plan.mixture.group,
             **self.stream_options(*self.plan.layout.training_shard(self.rank)),
         )
         self.order, self.traffic = stream.order, stream.traffic
         self._print_skipped_data_notices(progress)
-        self.stage = self._stage_of(progress)
+        self.blend = self._blend_of(progress)
         on_gpu = self.device.type != "cpu"
         loader = data.make_loader(stream, self.settings.num_workers, pin_memory=on_gpu)
         return iter(data.prefetch_to_device(loader, self.device))
@@ -118,15 +118,15 @@ class DataFeed:
         ):
             self.print_rank0(f"note: {line}")
 
-    def _stage_of(self, progress: Progress) -> int:
+    def _blend_of(self, progress: Progress) -> int:
         last = metrics.last_sequence(progress.position, progress.skipped_windows)
-        stage: int = self.order.stage_of(last)
-        return stage
+        blend: int = self.order.blend_of(last)
+        return blend
 
-    def entered_new_stage(self, progress: Progress) -> bool:
-        """Update `stage` after a step; return whether it has changed."""
-        before, self.stage = self.stage, self._stage_of(progress)
-        return self.stage != before
+    def entered_new_blend(self, progress: Progress) -> bool:
+        """Update `blend` after a step; return whether it has changed."""
+        before, self.blend = self.blend, self._blend_of(progress)
+        return self.blend != before
 
     def probe_batches(self) -> Any:
         """Return the micro-batches of the fixed probe batch, which is the same on every rank."""

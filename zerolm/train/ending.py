@@ -15,7 +15,7 @@ def end(run: Run) -> int:
     """Log that the run is done or stopped, close everything, and return the exit code."""
     record_progress("end")
     step, log = run.progress.step, run.journal.log
-    if run.plan.profile.block("comms_logger"):
+    if run.plan.ds.block("comms_logger"):
         collectives.print_communication_table()
     if run.finished:
         log.event("done", step, tokens=run.progress.tokens)

@@ -93,7 +93,7 @@ class Journal:
             step,
             checkpoint=checkpoint,
             world_size=self.world_size,
-            zero_stage=self.plan.profile.zero_stage,
+            zero_stage=self.plan.ds.zero_stage,
             resharded=resharded,
             **({"init_from": source.source} if source and not checkpoint else {}),
         )
@@ -107,41 +107,41 @@ class Journal:
         self.trackers = self.log.trackers
         self.console.start(step, self.plan.total_steps)
 
-    def log_startup(self, step: int, launcher: processes.Process | None) -> None:
+    def log_startup(self, step: int, runner: processes.Process | None) -> None:
         """After a step, log how long this start took and, when complete, the recovery.
 
         The start is logged after the first step. A recovery from a failure is logged once the run
         has reached the step of the failure again. Both events list the duration of each part.
 
         Args:
-            launcher: the process that began this start, if any.
+            runner: the `deepspeed` process that began this start, if any.
         """
         if self.rank:
             return
         if self.first_step is None:
             self.first_step = step
             startup.mark("first step")
-            parts, lost = startup.parts(launcher), {}
+            parts, lost = startup.parts(runner), {}
             if self.last_row_at is not None:  # the wall clock may have been set back
                 lost = {"lost_seconds": round(max(0.0, time.time() - self.last_row_at), 2)}
             total = round(sum(parts.values()), 2)
             self.log.event("startup", step, seconds=total, parts=parts, **lost)
         if self.failed is not None and step >= self.failed.step:
-            seconds, parts = startup.recovery(self.failed, launcher)
+            seconds, parts = startup.recovery(self.failed, runner)
             repeated = max(0, self.failed.step - self.first_step)
             self.log.event("recovered", step, seconds=seconds, parts=parts, repeated_steps=repeated)
             self.failed = None
 
-    def log_stage(self, step: int, stage: int) -> None:
-        """Log that the run has reached a new mixture stage at this step.
+    def log_blend(self, step: int, blend: int) -> None:
+        """Log that the run has reached a new data blend at this step.
 
         Args:
-            stage: index of the stage, from 0.
+            blend: index of the blend, from 0.
         """
-        stages = self.plan.mixture.stages
-        shares = mixture.stage_shares(stages[stage], self.plan.source_names)
-        self.log.event("stage", step, stage=stage + 1, shares=shares)
-        self.print_rank0(f"step={step} stage={stage + 1} of {len(stages)}: {shares}")
+        blends = self.plan.mixture.blends
+        shares = mixture.blend_shares(blends[blend], self.plan.source_names)
+        self.log.event("stage", step, stage=blend + 1, shares=shares)
+        self.print_rank0(f"step={step} stage={blend + 1} of {len(blends)}: {shares}")
 
     def log_anomaly(
         self,

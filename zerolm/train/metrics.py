@@ -20,13 +20,12 @@ def training_row(result: StepResult, source_names: Sequence[str]) -> Row:
         "train/learning_rate": result.learning_rate,
     }
     row |= result.penalties
-    for name, loss, tokens in zip(
-        source_names, result.source_losses, result.source_tokens, strict=True
-    ):
+    sums = result.by_source
+    for name, loss, tokens in zip(source_names, sums["losses"], sums["tokens"], strict=True):
         if tokens:
             row[f"data/{name}/loss"] = loss / tokens
-    texts = [*zip(result.text_losses, result.text_bytes, strict=True)]
-    if any(result.text_bytes):
+    texts = [*zip(sums.get("text_losses", ()), sums.get("text_bytes", ()), strict=True)]
+    if any(num_bytes for _, num_bytes in texts):
         nats, num_bytes = (sum(each) for each in zip(*texts, strict=True))
         row["train/bits_per_byte"] = bits_per_byte(nats, num_bytes)
     for name, (nats, num_bytes) in zip(source_names, texts, strict=False):
@@ -50,7 +49,7 @@ def data_row(
     """
     row: Row = {}
     if len(order.starts) > 1:
-        row["data/stage"] = 1 + order.stage_of(last_sequence(position, skipped_windows))
+        row["data/stage"] = 1 + order.blend_of(last_sequence(position, skipped_windows))
     drawn = skips.source_counts(order, position, skipped_windows).tolist()
     for name, sequences, windows in zip(
         source_names, drawn, order.num_windows.tolist(), strict=True

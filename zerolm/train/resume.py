@@ -1,6 +1,6 @@
 """Start or resume a run: load the newest complete checkpoint, and open the logs at its step.
 
-Connects rollback, loading, resharding and the probe, which do not depend on each other.
+Connects rollback, loading and the probe, which do not depend on each other.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from zerolm.checkpoint import load, probe, rollback
 from zerolm.checkpoint.directory import Checkpoint, published_checkpoints, read
 from zerolm.checkpoint.manifest import Progress
 from zerolm.distributed import collectives
-from zerolm.engine import kernel_fixes, reshard
+from zerolm.ds_files import reshard
+from zerolm.engine import kernel_fixes
 from zerolm.features import FEATURES
 from zerolm.optim import parameter_groups
 from zerolm.optim.spikes import History
@@ -161,10 +162,10 @@ def _load(run: Run, found: Checkpoint, what: str) -> None:
         what: what is loaded, for the message.
     """
     engine, plan = run.engine, run.plan
-    options = {"weight_decay", *plan.profile.optimizer.params}
+    options = {"weight_decay", *plan.ds.optimizer.params}
     options -= {"lr", *(reshard.SCHEDULED_KEYS if engine.lr_scheduler is not None else ())}
     with parameter_groups.keeping_options(engine.optimizer.optimizer, options):
-        load.load(engine, found, plan, reshard.load)
+        load.load(engine, found, plan)
     kernel_fixes.restore_beta_powers(engine.optimizer.optimizer)
     run.print_rank0(f"{what}: {found.directory}, step {found.progress.step}")
     path = found.directory / MANIFEST

@@ -1,9 +1,9 @@
 """`Run`: the parts of a run on one rank, and the methods that pretrain.py's training loop calls.
 
 It connects the data feed, steps, features, spike guard, checkpointing, evaluations, journal and
-other parts, which do not depend on each other. Optional parts are features; `Steps.take` shows the
-order of their hooks. The modules `resume`, `recovery` and `ending` start a run, roll it back, and
-end it.
+other parts, which do not depend on each other. Optional parts are features; `Stepper.take` shows
+the order of their hooks. The modules `resume`, `recovery` and `ending` start a run, roll it back,
+and end it.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from zerolm.distributed import collectives
 from zerolm.engine.protocol import Engine
 from zerolm.engine.step_gate import StepGate
 from zerolm.evaluate.evaluator import Evaluations
-from zerolm.features.feature import Feature, Step, StepResult
+from zerolm.features.feature import Feature, StepInputs, StepResult
+from zerolm.health.norms import parameter_norm
 from zerolm.plan.plan import Plan
 from zerolm.tracking.report_process import HtmlReport
 from zerolm.train import instrumentation, metrics, stability
 from zerolm.train.checkpointing import Checkpointing
 from zerolm.train.data_feed import DataFeed
-from zerolm.train.health import Health
 from zerolm.train.journal import Journal
 from zerolm.train.profiling import StepProfiler
-from zerolm.train.step import Steps
+from zerolm.train.step import Stepper
 from zerolm.upload.process import Uploads
 from zerolm.watchdog.progress import record_progress
 
@@ -61,14 +61,13 @@ class Run:
             plan, engine, self.feed.probe_batches, stop, self.print_rank0
         )
         self.gate = StepGate(engine)
-        self.spike_guard = stability.spike_guard(plan.settings, plan.profile)
-        self.health = Health(plan, engine, device, self.gate)
+        self.spike_guard = stability.spike_guard(plan.settings, plan.ds)
         for feature in features:
             feature.attach(self)
         stream_options = self.feed.stream_options(*self.layout.evaluation_shard(self.rank))
         self.token_bytes = self.feed.token_bytes()
-        self.steps = Steps(
-            plan, engine, self.gate, features, self.health, self.spike_guard,
+        self.stepper = Stepper(
+            plan, engine, self.gate, features, self.spike_guard,
             self.journal.stopwatch.timing_forward, self.token_bytes,
         )  # fmt: skip
         self.evaluations = Evaluations(
@@ -110,17 +109,17 @@ class Run:
             with stopwatch.timing_data():
                 micro_batches = self.feed.take(batches, sequences)
             step = self.next_step(micro_batches, sequences)
-            result = self.steps.take(step)
+            result = self.stepper.take(step)
             if self.waits_for_device(step, result):
                 stopwatch.wait_for_device()
         stopwatch.count(sequences, step.tokens)
         self.end_step(step, result, sequences)
 
-    def next_step(self, micro_batches: Any, sequences: int) -> Step:
+    def next_step(self, micro_batches: Any, sequences: int) -> StepInputs:
         """Return the next step, with this rank's micro-batches."""
         number, rate = self.progress.step + 1, self.plan.learning_rate
         tokens = sequences * self.settings.seq_len
-        return Step(
+        return StepInputs(
             number,
             micro_batches,
             self.progress.position,
@@ -130,7 +129,7 @@ class Run:
             fault=fault_point("step.backward", number),
         )
 
-    def waits_for_device(self, step: Step, result: StepResult) -> bool:
+    def waits_for_device(self, step: StepInputs, result: StepResult) -> bool:
         """Return whether a step is followed by a report, save or evaluation, or ends the run."""
         settings = self.settings
         intervals = [settings.log_interval, settings.checkpoint_interval, settings.eval_interval]
@@ -139,19 +138,18 @@ class Run:
         stops = result.flags[0] > 0
         return last or stops or any(each and step.number % each == 0 for each in intervals)
 
-    def end_step(self, step: Step, result: StepResult, sequences: int) -> None:
+    def end_step(self, step: StepInputs, result: StepResult, sequences: int) -> None:
         """Count and log a step, and advance the checkpoint write in progress, if any."""
         progress, guard = self.progress, self.spike_guard
         stop_requests, *checkpoint_flags = result.flags  # sums over ranks
-        self.last_step, self.last_result, self.stopping = step, result, stop_requests > 0
+        self.last_result, self.stopping = result, stop_requests > 0
         progress.step = step.number
         progress.position += sequences
         self.anomaly_response = guard.end_step(
             step.number, result.loss, result.grad_norm, result.applied
         )
         progress.history = vars(guard.history)
-        progress.health = self.health.end_step(progress.health, result)
-        progress.features = {each.name: each.state for each in self.features if each.state}
+        self._collect_states()
         if result.applied:
             progress.tokens += step.tokens
         else:
@@ -159,12 +157,12 @@ class Run:
         if guard.reason or not result.applied:
             progress.spikes += bool(guard.reason)
             self.journal.log_anomaly(guard, progress, result, sequences, self.anomaly_response)
-        if result.applied and self.layout.rank_in_replica(self.rank) == 0:
+        if result.applied and self.layout.leads_replica(self.rank):
             instrumentation.record_sequences(step.number, step.batches)
         instrumentation.fault_after_step(self.engine, step.number)
         self.journal.console.step(step.number)
-        if self.feed.entered_new_stage(progress):
-            self.journal.log_stage(step.number, self.feed.stage)
+        if self.feed.entered_new_blend(progress):
+            self.journal.log_blend(step.number, self.feed.blend)
         self.checkpointing.advance(checkpoint_flags, self.journal.log, last=self.ends)
 
     # ---- Metrics, checkpoints, evaluation
@@ -172,18 +170,15 @@ class Run:
     def report(self) -> None:
         """Log the metrics since the last report to metrics.jsonl, the trackers and the console."""
         result, progress = self.last_result, self.progress
-        of_health, progress.health = self.health.row(progress.health, result)
-        row = {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "train/batch_tokens": self.last_step.tokens,
-            **metrics.training_row(result, self.plan.source_names),
-            **of_health,
-            **self.feed.row(progress),
-        }
+        row = metrics.training_row(result, self.plan.source_names)
         for feature in self.features:
             row |= feature.row(result)
-        self.journal.report(progress, row)
+        self._collect_states()
+        where = {"step": progress.step, "tokens": progress.tokens}
+        self.journal.report(progress, where | row | self.feed.row(progress))
+
+    def _collect_states(self) -> None:
+        self.progress.features = {each.name: each.state for each in self.features if each.state}
 
     def save_if_due(self) -> None:
         """Save a checkpoint if one is due: copy the state, and write it in the background.
@@ -197,7 +192,7 @@ class Run:
             for feature in self.features:
                 feature.between_saves()
             return
-        norm = self.health.parameter_norm()
+        norm = parameter_norm(self.engine, self.layout)
         stability.require_finite_weights(norm, step, self.checkpointing.newest)
         self.checkpointing.save(self.progress, self.journal.log, last=self.ends)
 

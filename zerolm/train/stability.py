@@ -9,7 +9,7 @@ from typing import Any
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common import processes
 from zerolm.common.errors import GaveUp
-from zerolm.config.resolved import Resolved
+from zerolm.config.settings import Settings
 from zerolm.data.skips import sequence_range
 from zerolm.ds_config.profile import Profile
 from zerolm.optim.spikes import History, Policy, SpikeGuard
@@ -30,11 +30,28 @@ class StopRequest:
 
     def __init__(self, stop_after: float | None):
         self.reason: str | None = None
+        self.received: str | None = None  # by `receive`
         self._deadline = None if stop_after is None else time.monotonic() + stop_after
         self._polled_at: float | None = None
         self._save_seconds = 0.0
+        # Python calls a handler only between two bytecodes; a collective may last for hours.
+        self._signals, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         for number in processes.stop_signals():
             signal.signal(number, self._request)
+
+    def receive(self) -> None:
+        """Set `received` to the first signal, even if its handler has not been called yet.
+
+        Called by another thread.
+        """
+        try:
+            numbers = os.read(self._signals, 64)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number in processes.stop_signals():
+                self.received = self.received or signal.Signals(number).name
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.reason is not None:
@@ -60,7 +77,7 @@ class StopRequest:
         self._save_seconds = max(self._save_seconds, seconds)
 
 
-def spike_guard(settings: Resolved, profile: Profile) -> SpikeGuard:
+def spike_guard(settings: Settings, profile: Profile) -> SpikeGuard:
     """Return a spike guard with the given settings and an empty history.
 
     Args:

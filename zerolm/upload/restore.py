@@ -20,7 +20,7 @@ from zerolm.checkpoint.directory import Checkpoint, publish, read
 from zerolm.checkpoint.manifest import ListedFile, files_problem, parse_manifest
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
 from zerolm.common.errors import CheckpointError, RecordError
-from zerolm.common.files import make_directories, sync_directory, sync_tree
+from zerolm.common.files import is_file, make_directories, sync_directory, sync_tree
 from zerolm.common.records import parse_record
 from zerolm.common.store import OFF, Mismatch, Missing, StoreError
 from zerolm.run_dir import events
@@ -187,10 +187,10 @@ def _move_record(fetched: Path, run_dir: Path) -> None:
     appended = {files.events, *printed}
     for file in record_files(fetched):
         source, target = fetched / file, run_dir / file
-        if not source.is_file():
+        if not is_file(source):
             if target not in printed:
                 target.unlink(missing_ok=True)  # written after the checkpoint
-        elif target not in appended or not target.is_file() or _is_longer(source, target):
+        elif target not in appended or not is_file(target) or _is_longer(source, target):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(source, target)
     sync_directory(run_dir)

@@ -21,7 +21,7 @@ from zerolm.checkpoint.checksums import SHA256, Checksum, checksum_file, checksu
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common.errors import CheckpointError, ConfigError, RecordError
 from zerolm.common.faults import fault_point
-from zerolm.common.files import write_json
+from zerolm.common.files import exists, is_dir, is_file, write_json
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
 from zerolm.common.records import parse_record
 from zerolm.common.store import Mismatch, StoreError
@@ -51,7 +51,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
         CheckpointError: some checkpoints are damaged on disk; the other checkpoints were sent.
     """
     paths = RunFiles(run_dir)
-    if not paths.checkpoints.is_dir():
+    if not is_dir(paths.checkpoints):
         raise ConfigError(
             f"{run_dir}: not a run directory with checkpoints. Give the --run_dir of a run."
         )
@@ -139,7 +139,7 @@ def _remove_partial(run_dir: Path, store: Store) -> None:
     paths = RunFiles(run_dir)
     for sent_list in paths.uploads.glob(f"*{SENT_SUFFIX}"):
         name = sent_list.name.removesuffix(SENT_SUFFIX)
-        if not (paths.checkpoint(name) / MANIFEST).exists():
+        if not exists(paths.checkpoint(name) / MANIFEST):
             if store.marker(name) is None:
                 store.remove(name)
             sent_list.unlink()
@@ -165,7 +165,7 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
         files, checksums = _stage(run_dir, name, staging)
     except (CheckpointError, FileNotFoundError) as error:
         shutil.rmtree(staging, ignore_errors=True)
-        if not (paths.checkpoint(name) / MANIFEST).exists():
+        if not exists(paths.checkpoint(name) / MANIFEST):
             return False
         raise CheckpointError(f"{paths.checkpoint(name)} is damaged: {error}") from error
     manifest = (staging / MANIFEST).read_bytes()
@@ -233,7 +233,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
         files[entry["file"]], checksums[entry["file"]] = target, checksum_of(entry)
     for file in record_files(run_dir):
         source, record = run_dir / file, f"{RECORD_DIRECTORY}/{file}"
-        if source.is_file():
+        if is_file(source):
             (staging / record).parent.mkdir(parents=True, exist_ok=True)
             try:
                 shutil.copyfile(source, staging / record)

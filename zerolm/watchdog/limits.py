@@ -117,9 +117,10 @@ def explain(error: BaseException | None) -> str | None:
         if found := _OUT_OF_GPU_MEMORY.search(text):
             # torch's message contains the requested size and the processes that use the memory.
             cause = found[0].partition(" Of the allocated memory")[0].rstrip(".")
+            notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))
             return (
-                f"{cause}. Lower --micro_batch_size, or add --gradient_checkpointing: the loss "
-                f"curve stays the same. `zerolm plan` shows what uses the memory. If another "
+                f"{cause}{notes}. Lower --micro_batch_size, or add --gradient_checkpointing: the "
+                f"loss curve stays the same. `zerolm plan` shows what uses the memory. If another "
                 f"process holds it, end that process."
             )
         number = _number(error)

@@ -7,10 +7,11 @@ begins even earlier; the supervisor has logged when the run failed. Standard lib
 
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from zerolm.common import processes
+from zerolm.common import process_tree, processes
 from zerolm.common.records import Count, mismatch
 from zerolm.run_dir import events, jsonl
 from zerolm.run_dir.files import RunFiles
@@ -26,23 +27,15 @@ def mark(part: str) -> None:
     _ends[part] = _now()
 
 
-def parts(launcher: processes.Process | None) -> dict[str, float]:
+def parts(runner: processes.Process | None) -> dict[str, float]:
     """Return {part: seconds}, in order.
 
-    The first part begins when the launcher, or else this process, was started.
+    The first part begins when the runner, or else this process, was started.
     """
-    own = processes.inspect_process(os.getpid())
-    assert own is not None, "this process is in /proc"
-    created = own.start_ticks / TICKS
-    ends = {}
-    if launcher is not None:
-        node_launcher = processes.inspect_process(own.parent)
-        # If the node launcher was killed, the parent is process 1, which predates the launcher.
-        if node_launcher is not None and node_launcher.start_ticks > launcher.start_ticks:
-            ends["deepspeed"] = node_launcher.start_ticks / TICKS
-        ends["node launcher"] = created
-    ends |= _ends
-    seconds, before = {}, created if launcher is None else launcher.start_ticks / TICKS
+    begun = {name: ticks / TICKS for name, ticks in process_tree.starts(runner).items()}
+    before, *_ = begun.values()
+    ends = {name: begun[following] for name, following in pairwise(begun)} | _ends
+    seconds = {}
     for part, end in ends.items():
         seconds[part] = round(end - before, 2)
         before = end
@@ -95,11 +88,11 @@ def interruption(run_dir: Path) -> Interruption | None:
 
 
 def recovery(
-    failed: Interruption, launcher: processes.Process | None
+    failed: Interruption, runner: processes.Process | None
 ) -> tuple[float, dict[str, float]]:
     """Return the duration of a recovery that ends now, and {part: seconds} in order."""
     mark("repeated steps")
-    own = parts(launcher)
+    own = parts(runner)
     began = time.time() - sum(own.values())
     pause = round(max(0.0, began - failed.ended_at), 2)
     found = {**failed.parts, "pause": pause, **own}

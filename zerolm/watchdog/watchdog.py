@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common import machine, processes
-from zerolm.common.errors import EXIT_BUG
+from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED
+from zerolm.common.process_tree import Launch, end_with_parent
 from zerolm.common.secrets import masked
 from zerolm.distributed import collectives
 from zerolm.run_dir.files import RunFiles
@@ -43,6 +44,7 @@ STOPPED_SECONDS = 10.0  # a process stopped (SIGSTOP) for this long is considere
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
 EXIT_DELAY_SECONDS = 3.0  # time for the launcher, which polls every second, to notice a dead rank
 ORPHAN_SECONDS = 2.0  # time for the main thread to handle the signal that killed the launcher
+START_SECONDS = 10.0  # time to reach the first step, and save after it, once a stop is requested
 TEARDOWN_SECONDS = 30.0  # time for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
 GOOD_ENDINGS = ("done", "stopped", "gave up")
@@ -61,12 +63,12 @@ class Watchdog:
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
         self.files, self.rank = RunFiles(run_dir), rank
         self.hang_timeout, self.stop = hang_timeout, stop
-        # Without a launcher, a rank may outlive the shell that started it.
-        self.launcher = os.getppid() if "RANK" in os.environ else None
-        self.runner = _deepspeed_runner(self.launcher)
-        self.session = _ssh_session(self.launcher)
+        self.launch = Launch.of_this_rank()
+        if self.launch.node_launcher is not None:  # from here on `_check_processes` watches it
+            end_with_parent(0)
+        self.runner = self.launch.runner
         self.monitor = liveness.ProgressMonitor(hang_timeout)
-        self.heartbeats = Heartbeats(run_dir, rank, self.launcher, self.monitor)
+        self.heartbeats = Heartbeats(run_dir, rank, self.launch.node_launcher, self.monitor)
         self.peers: dict[int, dict[str, Any]] = {}  # identities of the other ranks
         # Before the ranks connect, only rank 0 knows that the directory belongs to this run.
         self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
@@ -75,7 +77,7 @@ class Watchdog:
         self._leads_machine = True  # whether this is the lowest rank on its machine
         self._stopped_since: dict[int, float] = {}
         self._orphan_since: float | None = None
-        self._builds: list[str] = []
+        self._stop_since: float | None = None
         self._oom_kills = machine.oom_kills()
         self._lock = threading.Lock()  # either this thread or the main thread ends the run
         self._quit = threading.Event()
@@ -150,11 +152,11 @@ class Watchdog:
             polled = now
             try:
                 self._check_processes()
+                self._end_slow_start()
                 beats_due = now - beaten >= self.heartbeats.seconds
                 if beats_due or not self.heartbeats.written_at:
                     beaten = now
                     self.monitor.update()
-                    self._name_builds()
                     self.heartbeats.write()
                     self._check_progress()
                 if beats_due or (self._leads_machine and now - followed >= REQUEST_SECONDS):
@@ -165,23 +167,39 @@ class Watchdog:
                     print(f"watchdog: rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
                 error_printed = True
 
-    def _name_builds(self) -> None:
-        """Print once that operators are being compiled, since a start prints nothing meanwhile."""
-        if self.rank == 0 and self.monitor.is_starting and not self._builds:
-            self._builds = machine.running_builds(os.environ)
-            if self._builds:
-                names = ", ".join(self._builds)
-                text = "takes minutes, once per environment"
-                print(f"compiling DeepSpeed's {names}: {text}", flush=True)
+    def _end_slow_start(self) -> None:
+        """Exit if a stop was requested before the first step, and the start takes long.
+
+        There is nothing to save, and the main thread may be in a call that lasts minutes.
+        """
+        self.stop.receive()
+        reason = self.stop.reason or self.stop.received
+        if reason in (None, "--stop_after") or "optimizer" in progress.CURRENT.longest_seconds:
+            return
+        self._stop_since = self._stop_since or time.monotonic()
+        if time.monotonic() - self._stop_since < START_SECONDS:
+            return
+        with self._lock:
+            if self.rank == 0:
+                text = f"{reason}: stopped before the first step, so there was nothing to save"
+                collectives.print_safely(text)
+            self.heartbeats.mark_ended("stopped")
+            for child in processes.children(os.getpid()):
+                name = Path(f"/proc/{child.pid}/comm")
+                with contextlib.suppress(OSError):
+                    if name.read_text().strip() == "ninja":  # ends its compilers, too
+                        processes.signal_process(child, signal.SIGTERM)
+            os._exit(EXIT_STOPPED)
 
     def _check_processes(self) -> None:
         """Check the launcher and the ranks on this machine."""
-        if self.launcher not in (None, os.getppid()):
+        if self.launch.is_orphaned():
             self._outlive_launcher()
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
             verdict.mute_broken_output()
             self.stop.reason = RUNNER_GONE
-        if self.heartbeats.token is None and self.session and not processes.alive(self.session):
+        session = self.launch.session
+        if self.heartbeats.token is None and session and not processes.alive(session):
             self._exit_alone("the ssh session of its launcher has ended", "launcher_lost")
         if self.heartbeats.token is None or progress.CURRENT.phase == "end":
             return
@@ -427,24 +445,3 @@ class Watchdog:
             and process.start_ticks == peer["start_ticks"]
             and process.state not in "ZX"
         ]
-
-
-def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
-    """Return the `deepspeed` process that started the launcher, if it is on this machine."""
-    parent = processes.inspect_process(launcher) if launcher else None
-    with contextlib.suppress(OSError):
-        if parent and b"deepspeed" in Path(f"/proc/{parent.parent}/cmdline").read_bytes():
-            return processes.inspect_process(parent.parent)
-    return None
-
-
-def _ssh_session(launcher: int | None) -> processes.Process | None:
-    """Return the ssh server's process if it started the launcher directly, as with pdsh.
-
-    Return None if a user's shell started the launcher, since the user may log out during a start.
-    """
-    process = processes.inspect_process(launcher) if launcher else None
-    with contextlib.suppress(OSError):
-        if process and Path(f"/proc/{process.parent}/comm").read_text().startswith("sshd"):
-            return processes.inspect_process(process.parent)
-    return None

@@ -17,8 +17,8 @@ from data_prep.encode.encode_documents import DocumentEncoder
 from data_prep.encode.encode_units import EncodeUnits
 from data_prep.encode.options import TokenizeOptions
 from data_prep.encode.run import run_tokenization
+from data_prep.files.documents import Document
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import Document
 from data_prep.tasks.phases import LocalExecutor
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.load import load_tokenizer

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.files.documents import InputRules
 from data_prep.filters.clean import CleanOptions, run_clean
 from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.read.work_units import WorkUnit, plan_units, read_batches
 from data_prep.tasks.phases import LocalExecutor

@@ -2,14 +2,17 @@
 
 import random
 import re
+from importlib.metadata import requires
 
 import pytest
 
+from data_prep.filters import build
 from data_prep.filters.build import build_filters
 from data_prep.filters.fast_words import FIRST_WORD, FastWords, import_spacy
 from data_prep.filters.parameters import DATATROVE, filter_problems
 from tests.manual import topics
 from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.provenance import installed_version
 
 pytest.importorskip("datatrove")
 try:
@@ -259,3 +262,25 @@ def test_the_language_filter_uses_a_model_file(tmp_path):
     (tmp_path / "bad.bin").write_bytes(b"no model")
     with pytest.raises(ConfigError, match=r"bad\.bin"):
         build_filters([{**given, "model": str(tmp_path / "bad.bin")}])
+
+
+def test_the_fingerprint_names_all_packages_of_datatrove_that_a_filter_may_use():
+    """Its extras list them; those of its other steps change nothing here."""
+    listed = [re.match(r"([\w-]+).*extra == .(\w+)", each) for each in requires("datatrove") or ()]
+    names = {each[1] for each in listed if each and each[2] in ("processing", "multilingual")}
+    other_steps = {"trafilatura", "inscriptis", "tokenizers", "ftfy", "fasteners", "xxhash"}
+    known = {*build.WORDS, *(name for names in build.PACKAGES.values() for name in names)}
+    assert names - other_steps - known == {"tensorflow"}  # which urduhack imports
+
+
+@pytest.mark.parametrize("name", ["gopher_quality", "url", "pii"])
+def test_a_new_version_of_any_package_changes_the_fingerprint(monkeypatch, name):
+    filters = [{"filter": name}]
+    before = build.filters_identity(filters)
+    packages = {"datatrove", "spacy", "regex", "numpy"} | {"url": {"tldextract"}}.get(name, set())
+    assert packages | {"unicode"} <= set(before) and ("python" in before) == (name == "pii")
+    for package in packages:
+        installed = lambda each, new=package: "new" if each == new else installed_version(each)  # noqa: E731
+        monkeypatch.setattr(build, "installed_version", installed)
+        after = build.filters_identity(filters)
+        assert {key for key in after if after[key] != before[key]} == {package}

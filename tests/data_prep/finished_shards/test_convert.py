@@ -100,6 +100,33 @@ def test_lists_of_every_integer_are_read(tmp_path, tokenizer_directory, kind):
     assert manifest_of(tmp_path / "s")["skipped_documents"] == skipped
 
 
+HEADERS = {
+    "llm.c": ("<u2", 20240520, 0),
+    "NeMo, 2 bytes": ("<u2", 278895051, 2),
+    "NeMo, 4 bytes": ("<u4", 278895051, 4),
+}
+
+
+@pytest.mark.parametrize("writer", [*HEADERS, "numpy.save", "datatrove"])
+def test_flat_files_that_state_their_layout_give_their_ids(tmp_path, tokenizer_directory, writer):
+    ids = np.concatenate(DOCUMENTS)
+    path = tmp_path / "ids.bin"
+    if writer in HEADERS:
+        dtype, magic, width = HEADERS[writer]
+        header = np.zeros(256, "<i4")
+        header[:4] = magic, 1, len(ids), width
+        path.write_bytes(header.tobytes() + ids.astype(dtype).tobytes())
+    elif writer == "numpy.save":
+        with open(path, "wb") as file:
+            np.save(file, ids)  # int64
+    else:  # as datatrove 0.10.1 writes it for a vocabulary above 65,535
+        ids.astype("<u4").tofile(path)
+        path.with_name("ids.bin.metadata").write_text(f"some|tokenizer|4\n{len(ids)}\n303 T")
+    words = ["--from", "nanogpt", "--tokenizer", tokenizer_directory, "--output", tmp_path / "s"]
+    assert convert(path, *words) == 0
+    assert documents_of(tmp_path / "s") == DOCUMENTS
+
+
 def test_documents_may_run_over_items_and_lack_their_last_eos(tmp_path, tokenizer_directory, capfd):
     stream = np.array([1, 2, EOS, 3, EOS, 4, 5, 6, EOS, 7], np.int64)
     table = pa.table({"tokens": [stream[:4].tolist(), stream[4:6].tolist(), stream[6:].tolist()]})

@@ -1,5 +1,6 @@
 """`zerolm data convert` names damaged files and wrong flags, and leaves nothing behind."""
 
+import gzip
 import json
 import os
 import resource
@@ -42,6 +43,29 @@ def null_dim(root):
     (root / "lit1/index.json").write_text(json.dumps(index))
 
 
+def write(name, content):
+    return lambda root: (root / name).write_bytes(content)
+
+
+def flat(*first):
+    """Write a flat file with a header of 256 int32 values and 6 ids of uint16."""
+    header = np.zeros(256, "<i4")
+    header[: len(first)] = first
+    return write("a.bin", header.tobytes() + np.arange(6, dtype="<u2").tobytes())
+
+
+def swap_columns(root):
+    """Change the encodings in an index, as if it were another shard's."""
+    path = root / "mds1/index.json"
+    path.write_text(path.read_text().replace('"ndarray:uint16"', '"ndarray:uint32"'))
+
+
+def with_modes(root):
+    """Mark a sequence of an index as an image, as Megatron-LM's multimodal data do."""
+    path = root / "a.idx"
+    path.write_bytes(path.read_bytes() + bytes([0, 0, 1, 0, 0]))
+
+
 @pytest.mark.parametrize(
     ("given", "form", "damage", "expected"),
     [
@@ -69,6 +93,18 @@ def null_dim(root):
         ("lit1", "mds", lambda root: None, "shards: missing."),
         ("absent", "nanogpt", lambda root: None, "absent: no such file"),
         ("a.bin", "nanogpt", cut("a.bin", 1), "605 bytes, which is not a multiple of 2 bytes"),
+        ("a.bin", "nanogpt", flat(20250101, 1, 6), "with the numbers [20250101, 1, 6, 0], but"),
+        ("a.bin", "nanogpt", flat(20240520, 2, 6), "with the numbers [20240520, 2, 6, 0], but"),
+        ("a.bin", "nanogpt", flat(278895051, 1, 6, 3), "with the numbers [278895051, 1, 6, 3]"),
+        ("a.bin", "nanogpt", flat(1, 2, 3), "with the numbers [1, 2, 3, 0], but"),
+        ("a.bin", "nanogpt", flat(20240520, 1, 7), "1036 bytes, but its header states 7 ids"),
+        ("a.idx", "nanogpt", lambda root: None, "is an index of Megatron: give --from megatron"),
+        ("a.bin", "nanogpt", write("a.bin", gzip.compress(b"123")), "is compressed with gzip"),
+        ("a.bin", "nanogpt", write("a.bin.metadata", b"gpt2|8"), "with 2 or 4 bytes per id"),
+        ("f.npy", "nanogpt", lambda root: np.save(root / "f.npy", np.ones((2, 3))), "(2, 3), not"),
+        ("a", "megatron", with_modes, "a.idx: sequence 2 has mode 1: it is an image"),
+        ("mds1", "mds", patch("mds1/index.json", 346, b"3"), "version is 3, but only version 2"),
+        ("mds1", "mds", swap_columns, "other columns than index.json"),
         ("a.bin", "parquet", lambda root: None, "a.bin: is not Parquet, or is damaged"),
     ],
 )  # fmt: skip

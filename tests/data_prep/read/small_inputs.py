@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 
-from data_prep.read import streams
+from data_prep.files import streams
+from data_prep.files.documents import Document, InputRules
+from data_prep.files.inputs import Input
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import Document, InputRules
-from data_prep.read.inputs import Input
 from data_prep.read.work_units import Tally, plan_units, read_batches
 
 TEXTS = [f"document {number} " + "word " * (number % 7) * 9 for number in range(60)]

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from data_prep.encode.options import TokenizeOptions
 from data_prep.encode.run import run_tokenization
+from data_prep.files.documents import InputRules
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
 from data_prep.tasks.phases import LocalExecutor
 from data_prep.tokenizer.load import load_tokenizer
 from tests import ROOT

@@ -119,7 +119,7 @@ def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path):
 
 
 HIDDEN = (
-    "_temporary/0/part-0.txt", "_delta_log/0.jsonl", "_SUCCESS.txt", "k=1/_part-1.txt", "~$a.txt",
+    "_temporary/0/part-0.txt", "_old/0.jsonl", "_SUCCESS.txt", "k=1/_part-1.txt", "~$a.txt",
     "__MACOSX/a.txt", "__MACOSX/._a.txt", "._a.txt", ".a.txt.crc", "@eaDir/a.txt",
 )  # fmt: skip
 OTHER = (

@@ -10,10 +10,10 @@ import random
 import pyarrow as pa
 import pytest
 
+from data_prep.files.documents import InputRules
 from data_prep.read.bad_input import summary_lines
-from data_prep.read.documents import InputRules
+from tests.data_prep.files.test_streams import compress_long
 from tests.data_prep.read.small_inputs import find, read_all
-from tests.data_prep.read.test_streams import compress_long
 from tests.input_edges import arrow_of
 from tests.web_pages import topic_pages, write_warc
 

@@ -11,8 +11,8 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.files.documents import InputRules
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
 from data_prep.read.readers import HubDataset, Input, require_unchanged
 from data_prep.read.work_units import Tally, plan_units, read_batches
 from tests.data_prep.read.small_inputs import (
@@ -135,9 +135,10 @@ def test_every_type_that_holds_text_is_read(tmp_path, kind, field):
     column = pa.array([v.encode() if v and is_bytes else v for v in values])
     if isinstance(kind, pa.DictionaryType):
         column = column.dictionary_encode()
-    column = column.cast(kind.storage_type if kind == pa.json_() else kind)
     if kind == pa.json_():
-        column = pa.ExtensionArray.from_storage(kind, column)
+        literals = pa.array([value and json.dumps(value) for value in values])
+        column = pa.ExtensionArray.from_storage(kind, literals)
+    column = column.cast(kind)
     if field == "a.text":
         column = pa.StructArray.from_arrays([column], ["text"])
     pq.write_table(pa.table({"id": range(len(values)), field.removesuffix(".text"): column}),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.files.documents import InputRules
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
 from data_prep.read.readers import InputRange, read_input
 from data_prep.read.stage_files import (
     StageWriter,

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.read import streams
+from data_prep.files import streams
+from data_prep.files.documents import InputRules
 from data_prep.read.discovery import find_inputs
-from data_prep.read.documents import InputRules
 from data_prep.read.work_units import (
     MIN_UNIT_BYTES,
     Tally,

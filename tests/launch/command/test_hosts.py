@@ -1,16 +1,27 @@
 """Hostfiles, variables and arguments: accepted is what DeepSpeed passes on alike."""
 
 import argparse
+import base64
+import json
 import re
 import subprocess
 
 import pytest
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from deepspeed.launcher.multinode_runner import PDSHRunner
+from deepspeed.launcher import runner
+from deepspeed.launcher.multinode_runner import PDSHRunner, SlurmRunner
 from deepspeed.launcher.runner import EXPORT_ENVS, fetch_hostfile
 
 from launch.command.environment import environment_problems, forwarded_environment
-from launch.command.hosts import KEEP_ALIVE, keep_alive, read_hostfile, ssh_problems
+from launch.command.hosts import (
+    KEEP_ALIVE,
+    VISIBLE_DEVICES,
+    keep_alive,
+    read_hostfile,
+    ssh_problems,
+    started_slots,
+    visible_devices,
+)
 from launch.command.train import run as train
 from zerolm.common.errors import ConfigError
 from zerolm.engine.launcher_options import FORWARDED_PREFIXES
@@ -132,3 +143,76 @@ def test_train_counts_the_hosts_and_reads_the_variables_before_it_starts(
 def test_ssh_ends_a_dead_connection_unless_the_user_has_said_when(given, expected) -> None:
     keep_alive(given)
     assert given["PDSH_SSH_ARGS_APPEND"] == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"include": "b"},
+        {"include": "a:0,2@b:1"},
+        {"exclude": "a:0,2@b"},
+        {"num_nodes": "1"},
+        {"num_gpus": "3"},
+        {"num_nodes": "2", "num_gpus": "1"},
+    ],
+)
+def test_ranks_are_counted_as_deepspeeds_runner_counts_them(given) -> None:
+    slots = {"a": 4, "b": 2, "c": 3}
+    found = runner.parse_inclusion_exclusion(
+        slots, given.get("include", ""), given.get("exclude", "")
+    )
+    numbers = [int(given.get(name, -1)) for name in ("num_nodes", "num_gpus")]
+    found = runner.apply_num_nodes_and_gpus(found, *numbers)
+    expected = {host: len(devices) for host, devices in found.items()}
+    assert started_slots(slots, given) == expected
+    try:
+        SlurmRunner.validate_active_resources(found)
+    except ValueError:  # srun places ranks by count
+        return
+    arguments = runner.parse_args([*(f"--{name}={given[name]}" for name in given), "pretrain.py"])
+    command = SlurmRunner(arguments, "", slots).get_cmd({}, found)
+    assert command[1:3] == ["-n", str(sum(expected.values()))]
+
+
+@pytest.mark.parametrize(
+    ("visible", "given"),
+    [
+        ("", {}),
+        ("2,3", {}),
+        ("1,1,0", {}),
+        ("2", {"num_gpus": "3"}),
+        ("2", {"exclude": "localhost:0"}),
+        ("2,3", {"include": "localhost:0"}),
+        ("GPU-12", {}),
+        ("GPU-12", {"num_gpus": "1"}),
+        ("-1", {}),
+        ("2", {"num_nodes": "1"}),
+    ],
+)
+def test_devices_of_this_host_are_those_that_deepspeed_takes_from_the_environment(
+    visible, given, monkeypatch
+) -> None:
+    """`deepspeed` itself is started up to where it would start its node launcher."""
+    started: list[list[str]] = []
+    monkeypatch.setenv(VISIBLE_DEVICES, visible)
+    monkeypatch.setattr(CUDA_Accelerator, "device_count", lambda self: 4)
+    monkeypatch.setattr(runner, "get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    try:
+        expected_devices = visible_devices(given)
+    except ConfigError as error:
+        assert f"environment: CUDA_VISIBLE_DEVICES: {visible}" in error.problems[0]
+        with pytest.raises(ValueError):
+            runner.main([*flags, "--hostfile", "/nowhere", "pretrain.py"])
+        return
+    with pytest.raises(AttributeError):  # of the process that has not been started
+        runner.main([*flags, "--hostfile", "/nowhere", "pretrain.py"])
+    [command] = started
+    [world] = [word.partition("=")[2] for word in command if word.startswith("--world_info")]
+    devices = json.loads(base64.urlsafe_b64decode(world))["localhost"]
+    number = started_slots({"localhost": len(expected_devices) or 4}, given)["localhost"]
+    assert len(devices) == number
+    assert not expected_devices or devices == sorted(map(int, expected_devices))

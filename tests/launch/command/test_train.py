@@ -12,7 +12,7 @@ from launch.command.train import deepspeed_command, run_command, split_flags
 from tests import ROOT
 from tests.launching import LLAMA, environment, free_port, run_module, write_json, write_shards
 from zerolm.common.errors import ConfigError
-from zerolm.engine.launcher_options import ALIASES, LAUNCHER_FLAGS, SHORT
+from zerolm.engine.launcher_options import ALIASES, LAUNCHER_FLAGS, RANK_START, SHORT
 from zerolm.parts.settings import FLAGS
 
 NOT_OFFERED = {"module", "no_python", "no_local_rank", "autotuning"}  # they start something else
@@ -35,7 +35,8 @@ def test_the_launchers_flags_are_those_of_deepspeed(monkeypatch):
             switches[long[0]] = action.nargs == 0
             aliases |= dict.fromkeys(long[1:], long[0])
             short |= {flag: f"--{long[0]}" for flag in action.option_strings if len(flag) == 2}
-    assert switches == {name: not flag.metavar for name, flag in LAUNCHER_FLAGS.items()}
+    theirs = {name: flag for name, flag in LAUNCHER_FLAGS.items() if name != RANK_START}
+    assert switches == {name: not flag.metavar for name, flag in theirs.items()}
     assert (short, aliases) == (SHORT, ALIASES)
     assert not (set(LAUNCHER_FLAGS) | set(ALIASES)) & set(FLAGS)
 
@@ -104,8 +105,12 @@ def test_check_needs_no_launcher_and_counts_the_devices_of_its_flags(inputs, tmp
     assert done.returncode == 0, done.stderr
     assert "2 x " in done.stdout and "launch" not in done.stdout
     assert not (tmp_path / "run").exists()
-    refused = run_module("zerolm", *words, "--hostfile", "hosts")
+    refused = run_module("zerolm", *words, "--include", "localhost:0,1")
     assert refused.returncode == 2 and "Add --world_size N" in refused.stderr
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=4\ntwo slots=4\n")
+    done = run_module("zerolm", *words, "--hostfile", hosts, "--no_ssh", "--exclude", "one@two:0,1")
+    assert done.returncode == 0 and "2 x " in done.stdout, done.stderr
 
 
 # A launcher, the launcher of its node, and a rank that saves and stops, as DeepSpeed starts them.

@@ -9,7 +9,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -32,11 +31,11 @@ FACTS = {
     "data": {"problems": [], "sources": {"shards/web": {
         "fingerprint": "f", "shards": {"shard-00000.bin": "d", "shard-00001.bin": "e"},
         "bytes": 64 << 20, "seconds": 0.1}}},
-    "devices": {"kind": "cuda", "count": 8, "busy": []},
+    "devices": {"kind": "cuda", "count": 8, "ranks": 8, "busy": []},
     "clock": [0.0, 0.001],
     "disk": {"problem": None, "free": 1 << 40, "checkpoints": 4},
     "shared_memory": [64 << 30, 64 << 30],
-    "port": None, "locks": [[], []],
+    "port": None,
     "operators": {"built": ["fused_adam"], "missing": []},
 }  # fmt: skip
 REQUIRED = Requirements(
@@ -58,7 +57,7 @@ def findings_after_change(host: str, path: str, value: object) -> list[Finding]:
 def test_equal_hosts_have_one_green_line_for_each_check():
     found = run_checks(dict.fromkeys(REQUIRED.slots, FACTS), REQUIRED)
     assert {finding.state for finding in found} == {OK}
-    assert len({finding.check for finding in found}) == len(found) == 12
+    assert len({finding.check for finding in found}) == len(found) == 11
     assert {finding.host for finding in found} == {ALL, "node1"}  # the port is the first host's
 
 
@@ -84,8 +83,6 @@ FAULTS = {
     "full disk": ("disk/free", 1 << 30, "disk", "1 GiB free, 4 checkpoint(s) need 40 GiB", "free"),
     "small shared memory": ("shared_memory", [64 << 20, 64 << 20], "/dev/shm",
                             "64 MiB free, 8 rank(s) need about 1 GiB", "--shm-size"),
-    "stale lock": ("locks", [["ext/fused_adam/lock"], []], "build locks", "ext/fused_adam/lock",
-                   "rm ext/fused_adam/lock"),
     "no compiler": ("operators", {"built": [], "missing": ["a C++ compiler"]}, "operators",
                     "fused_adam: not built, and building needs a C++ compiler", "install"),
 }  # fmt: skip
@@ -170,6 +167,23 @@ def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
 
 
 @pytest.mark.parametrize(
+    ("visible", "words", "expected"), [("4,5", [], 2), ("4,5", ["-e", "localhost:0"], 7)]
+)
+def test_devices_of_the_environment_count_unless_flags_choose_others(
+    visible, words, expected, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = findings_of_this_host(monkeypatch, ["deepspeed", *words, "pretrain.py"])
+    assert OnThisHost.asked.pop("network")["hosts"] == [expected], found
+
+
+def test_a_device_of_the_environment_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
+    found = findings_of_this_host(monkeypatch, ["deepspeed", "pretrain.py"])
+    assert any("CUDA_VISIBLE_DEVICES has device 8, but there are 8" in each.fact for each in found)
+
+
+@pytest.mark.parametrize(
     ("flag", "expected"),
     [
         ("--include=node1@node3:0,2", {"node1": 4, "node3": 2}),
@@ -242,21 +256,22 @@ def test_this_host_has_no_problem_except_a_port_in_use(tmp_path):
 def test_hosts_that_do_not_answer_are_named_in_one_line_after_the_timeout(tmp_path):
     """With an `ssh` that hangs, as when hosts go down during a connection."""
     ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec sleep 600\n")
+    count = tmp_path / "count"  # of those that another one has joined: none if each is waited for
+    wait = f"until [ $(wc -l <{count}0) -gt 1 ]; do sleep 0.1; done"
+    ssh.write_text(f"#!/bin/sh\necho >>{count}0\n{wait}\necho >>{count}1\nexec sleep 600\n")
     ssh.chmod(0o755)
     names = [f"nowhere{number}" for number in range(12)]
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "launch", "doctor", "--hostfile", tmp_path / "hosts",
          "--timeout", "1s"],
         cwd=ROOT, env=environment(PATH=f"{tmp_path}:/usr/bin:/bin"), capture_output=True, text=True,
-        timeout=60,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"reachable  {', '.join(names)}  RED  no answer in 1 s" in done.stdout
     assert "1 problem(s) to fix" in done.stdout
-    assert time.monotonic() - start < 45, "each host was waited for in turn"
+    assert (tmp_path / "count1").exists(), "each host was waited for in turn"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_ranks_of_several_hosts_measure_collectives_and_exchanges(tmp_path):
     partners = [{other for other, *_ in result["pairs"]} for result in results]
     assert partners == [{1, 2}, {0, 2}, set(), {0, 1}], "the second rank has no partner elsewhere"
     for result in results:
-        assert all(0 < seconds < 1 and rate > 1e6 for _, seconds, rate in result["pairs"])
+        assert all(seconds > 0 and rate > 0 for _, seconds, rate in result["pairs"])
         for name in ("all_reduce", "all_gather"):
             sizes = [size for size, _ in result[name]]
             assert len(sizes) >= 2 and sizes == [1 << 20, 16 << 20, 256 << 20][: len(sizes)]

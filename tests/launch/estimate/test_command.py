@@ -1,14 +1,17 @@
 """`python -m launch plan`: the figures of a plan, and its refusals."""
 
+import argparse
 import json
 import math
 
 import pytest
 
 from launch import __main__
+from launch.estimate.flags import add_flags, hardware_of
 from launch.estimate.reliability import daly_interval, interruptions
 from tests import ROOT
 from tests.launching import run_module
+from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import installed_version
 from zerolm.plan import hardware
 
@@ -316,3 +319,30 @@ def test_interruptions_match_those_reported_for_llama_3():
     found = interruptions(54 * 86400, 16_384, rate, 10, 60, 600)
     assert found.expected == pytest.approx(466, rel=0.01)
     assert found.mean_seconds == pytest.approx(54 * 86400 / 466, rel=0.01)
+
+
+def test_a_plan_has_the_ranks_that_the_launcher_would_start(tmp_path, monkeypatch, capsys) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=4\ntwo slots=4\nthree slots=4\n")
+
+    def planned(*flags: object) -> tuple[int, int]:
+        parser = argparse.ArgumentParser()
+        add_flags(parser)
+        arguments = parser.parse_args([str(flag) for flag in flags])
+        hardware_of(arguments)
+        return arguments.devices, arguments.devices_per_node
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert planned() == (8, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert planned() == (3, 3)
+    assert "note: 3 device(s), as CUDA_VISIBLE_DEVICES says" in capsys.readouterr().err
+    assert planned("--devices", 16) == (16, 8) and planned("--hardware", "cpu") == (1, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-12")
+    assert planned() == (8, 8)
+    assert planned("--num_gpus", 2) == (2, 2) and planned("--num_nodes", 3) == (24, 8)
+    assert planned("--hostfile", hosts) == (12, 4)
+    assert planned("--hostfile", hosts, "--num_nodes", 2, "--num_gpus", 3) == (6, 3)
+    assert planned("--hostfile", hosts, "--exclude", "one@two:0") == (7, 4)
+    with pytest.raises(ConfigError, match=r"--devices: 8, but .* start 12 ranks"):
+        planned("--hostfile", hosts, "--devices", 8)

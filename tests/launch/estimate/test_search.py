@@ -6,7 +6,7 @@ import json
 import pytest
 
 from launch import __main__
-from tests.launching import ROOT, write_shards
+from tests.launching import ROOT, write_json, write_shards
 from zerolm.parts.parse import parse_settings
 from zerolm.preflight import check
 
@@ -85,3 +85,27 @@ def test_search_refuses_a_given_profile():
     ds = str(ROOT / "ds_configs" / "zero2.json")
     words = ["--model_config", tiny, "--deepspeed_config", ds]
     assert __main__.main(["plan", "--search", *words]) == 2
+
+
+def test_divided_experts_are_tried_for_a_mixture_and_written_with_their_flag(capsys, tmp_path):
+    """Nothing else is faster on one host, where a step has few tokens."""
+    config = {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 32000,
+        "hidden_size": 1024, "num_hidden_layers": 12, "head_dim": 64, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1024, "intermediate_size": 1024, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    words = [
+        "--model_config", write_json(tmp_path / "model.json", config), "--devices", 8,
+        "--batch_tokens", 1 << 14,
+    ]  # fmt: skip
+    _, found = search(capsys, *words)
+    best = found[0]
+    assert best["profile"] == "ZeRO-1 + experts over 8", [each["profile"] for each in found[:3]]
+    assert best["figures"]["expert_parallel"] == 8
+    ds = tmp_path / "best.json"
+    assert __main__.main(["plan", "--search", *map(str, words), "--write", str(ds)]) == 0
+    assert "--expert_parallel 8" in capsys.readouterr().out
+    _, found = search(capsys, *words, "--expert_parallel", 4)
+    assert {each["figures"]["expert_parallel"] for each in found if each["figures"]} == {4}
+    assert any("needs ZeRO stage 1 or 2" in (each["rejected"] or "") for each in found)

@@ -183,3 +183,12 @@ def test_all_problems_are_reported_at_once(tmp_path):
     ):  # fmt: skip
         assert message in result.stderr
     assert "secret-value" not in result.stderr + result.stdout and "Traceback" not in result.stderr
+
+
+def test_a_directory_without_an_environment_gets_the_interpreter_that_renders(tmp_path) -> None:
+    assert sys.executable in rendered("slurm", "--directory", tmp_path)
+    assert ".venv/bin/python" in rendered("slurm", "--directory", "/on/the/nodes/only")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    text = rendered("slurm", "--directory", tmp_path)
+    assert ".venv/bin/python" in text and sys.executable not in text

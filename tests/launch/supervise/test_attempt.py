@@ -56,7 +56,7 @@ def test_a_jump_of_the_clock_neither_ends_a_healthy_launch_nor_hides_a_silent_on
     assert attempt.running(), attempt.kill_reason
     os.utime(path, (now() + jump_seconds,) * 2)  # the next heartbeat has the new time
     assert attempt.running(), attempt.kill_reason
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while attempt.running() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "heartbeat is older than its limit" in str(attempt.kill_reason)
@@ -74,7 +74,7 @@ def test_launchers_do_not_wait_for_trackers_once_it_is_known_why_all_ranks_have_
             json.dumps({**lost, "time": "2026-11-23T13:35:54+0000"}) + "\n"
         )
         rank.kill()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + (3 if ended is None else 300)
     while attempt.running() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert attempt.running() == (ended is None) and attempt.kill_reason is None
@@ -96,12 +96,10 @@ def test_a_launcher_that_outlives_its_ranks_is_killed_and_one_whose_ranks_save_i
         rank = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
         with subprocess.Popen(rank, env={**os.environ, name: value}) as process:
             write_heartbeat(started, pid=process.pid, launcher_pid=launcher.pid)
-            began = time.monotonic()
             reaper = threading.Thread(target=process.wait)
             reaper.start()
             assert started.finish().exit_code == 1
-            assert time.monotonic() - began > seconds, "the rank was killed"
-            assert process.wait() == 0
+            assert process.wait() == 0, "the rank was killed"
         assert launcher.wait() == -signal.SIGKILL
 
 
@@ -181,7 +179,7 @@ def test_a_start_ends_soon_if_a_rank_of_another_host_has_before_they_met(
     line = "node2: [ERROR] [launch.py:259] [...] exits with return code = 1"
     act = f"import time; print({line!r}, flush=True); time.sleep(60)"
     started = Attempt([sys.executable, "-c", act], f"test-{os.getpid()}", tmp_path)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while started.running() and time.monotonic() < deadline:
         time.sleep(0.05)
     reason = "a rank on node2 ended with exit code 1 before the ranks had connected, and the others"

@@ -7,7 +7,7 @@ from types import MethodType
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from zerolm.engine.checkpoints import names_without_lookups
+from zerolm.ds_files.checkpoints import names_without_lookups
 
 NAMES = ("_get_all_ckpt_names", "_get_all_zero_checkpoint_names")
 DERIVED = (

@@ -35,6 +35,17 @@ def test_a_new_run_has_made_no_progress() -> None:
     assert SavedProgress().read() == Progress()
 
 
+def test_states_that_earlier_releases_stored_in_keys_of_their_own_are_read(tmp_path) -> None:
+    directory = write(tmp_path, 5)
+    content = json.loads((directory / MANIFEST).read_text())
+    earlier = {"steps": 3, "clipped": 1, "noise": 2.5, "signal": 0.5}
+    content["progress"] |= {"health": earlier, "ema_counted": 7.0, "clipping": {"norm": 1.0}}
+    content["digest"] = manifest_digest(content)
+    (directory / MANIFEST).write_text(json.dumps(content))
+    found = checkpoint_directory.read(directory).progress.features
+    assert found == {"ema": {"counted": 7.0}, "health": earlier}
+
+
 @pytest.mark.parametrize(
     ("size", "ranges"), [(0, 1), (1, 1), (RANGE_BYTES, 1), (RANGE_BYTES + 1, 2)]
 )

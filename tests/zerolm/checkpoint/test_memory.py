@@ -22,7 +22,9 @@ class MemoryEngine(Engine):
     save_non_zero_checkpoint = False
     save_zero_checkpoint = True
 
-    def save_checkpoint(self, directory: str, tag: str, save_latest: bool) -> None:
+    def save_checkpoint(
+        self, directory: str, tag: str, save_latest: bool, client_state: dict
+    ) -> None:
         states = {"weight": torch.arange(4.0)}
         if self.save_non_zero_checkpoint:
             self.checkpoint_engine.save(states, f"{directory}/{tag}/mp_rank_00_model_states.pt")

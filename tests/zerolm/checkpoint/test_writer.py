@@ -22,13 +22,16 @@ NAME = "step-00000005"
 class Engine:
     """The part of a DeepSpeed engine that the writer uses."""
 
-    global_rank, world_size = 0, 1
+    global_rank, world_size, has_moe_layers = 0, 1, False
     checkpoint_engine: object = None
+    module = torch.nn.Module()
 
     def zero_optimization_stage(self) -> int:
         return 2
 
-    def save_checkpoint(self, directory: str, tag: str, save_latest: bool) -> None:
+    def save_checkpoint(
+        self, directory: str, tag: str, save_latest: bool, client_state: dict
+    ) -> None:
         self.checkpoint_engine.save({"weight": torch.arange(4.0)}, f"{directory}/{tag}/model.pt")
 
 

@@ -343,12 +343,10 @@ def test_a_closed_output_ends_a_command_without_a_traceback(words, tmp_path):
     os.close(reader)
     _, errors = process.communicate(timeout=120)
     assert errors == ""
-    if words in {("zerolm.lines", "go"), ("zerolm", "train", "--help", "all")}:
-        assert process.returncode == 141
-    elif words[-1] == "--help":  # argparse of Python 3.10 says that a long help was not written
+    if words[-1] == "--help":  # argparse drops the error of a write, if the buffer cannot take it
         assert process.returncode in (0, 141)
     else:
-        assert process.returncode == 0
+        assert process.returncode == 141
 
 
 @pytest.mark.parametrize("form", ["{}", "--output={}"])

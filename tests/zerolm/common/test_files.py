@@ -34,10 +34,24 @@ def test_a_file_that_a_file_server_shows_late_is_waited_for(tmp_path) -> None:
     assert output.split() == ["False", "True", "True"]
 
 
+def test_what_cannot_be_looked_up_is_an_error_and_not_absent(tmp_path) -> None:
+    """`Path.exists` hides this error since Python 3.14."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for function in (files.exists, files.is_file, files.is_dir):
+        with pytest.raises(OSError, match="too long"):
+            function(tmp_path / ("x" * 300))
+        absent = [tmp_path / "no", tmp_path / "file" / "below", tmp_path / "loop"]
+        assert not any(map(function, absent))
+    found = [[files.exists(each), files.is_file(each), files.is_dir(each)]
+             for each in (tmp_path, tmp_path / "file")]  # fmt: skip
+    assert found == [[True, False, True], [True, True, False]]
+
+
 def test_a_directory_that_is_not_shared_is_noticed(tmp_path) -> None:
     start = time.monotonic()
     assert not files.wait_until_visible(tmp_path / "other host" / "run.json", seconds=0.2)
-    assert 0.2 <= time.monotonic() - start < 5
+    assert time.monotonic() - start >= 0.2
 
 
 @pytest.fixture

@@ -1,17 +1,14 @@
 """With `keep_freed_memory` repeated allocations cause no page faults, by the kernel's count."""
 
-import os
 import platform
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 
 from tests.launching import ROOT, environment
 from zerolm.common.machine import keep_operators, running_builds, share_cores
-from zerolm.watchdog.watchdog import Watchdog
 
 WORK = """
 import resource, sys, torch
@@ -78,23 +75,15 @@ def test_the_ninja_of_the_environment_is_the_first_on_the_path(tmp_path, monkeyp
         assert given["PATH"] == f"{programs}:/usr/bin"
 
 
-def test_a_start_that_compiles_an_operator_says_so_once(tmp_path, monkeypatch, capsys):
-    """A compiler works in the directory of the operator, beside the lock of the build."""
+def test_an_operator_is_being_built_while_a_compiler_works_in_its_directory(tmp_path):
     (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "lock").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    starting = types.SimpleNamespace(
-        rank=0, _builds=[], monitor=types.SimpleNamespace(is_starting=True)
-    )
-    Watchdog._name_builds(starting)
-    assert capsys.readouterr().out == "" and running_builds(os.environ) == []
+    (tmp_path / "cpu_adam" / "build.ninja").touch()
+    variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert running_builds(variables) == []
     with subprocess.Popen(
         [sys.executable, "-c", "print(1, flush=True); input()"], cwd=tmp_path / "cpu_adam",
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as compiler:  # fmt: skip
         assert compiler.stdout is not None and compiler.stdout.readline()
-        for _ in range(2):
-            Watchdog._name_builds(starting)
+        assert running_builds(variables) == ["cpu_adam"]
         compiler.communicate(b"\n", timeout=20)
-    expected = "compiling DeepSpeed's cpu_adam: takes minutes, once per environment\n"
-    assert capsys.readouterr().out == expected

@@ -9,7 +9,8 @@ import pytest
 
 import pretrain
 from data_prep.__main__ import main as data_prep
-from data_prep.read import discovery, readers
+from data_prep.formats import parquet
+from data_prep.read import discovery
 from launch.__main__ import main as launch
 from tests import tracked
 from tests.documents import name_of, text_of
@@ -225,7 +226,7 @@ def of_a_tokenizer(patch, error, tmp_path):
 
 
 def of_parquet(patch, error, tmp_path):
-    raise ConfigError(readers._parquet_failure(error).detail)
+    raise ConfigError(parquet._failure(error).detail)
 
 
 def of_a_push(patch, error, tmp_path):

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -290,3 +291,25 @@ def test_settings_import_nothing_heavy():
         [sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_an_equals_sign_in_the_name_of_an_existing_directory_starts_no_weight(
+    tmp_path, monkeypatch
+) -> None:
+    """Hive writes directories such as `day=20260101`."""
+    monkeypatch.chdir(tmp_path)
+    Path("parts/day=20260101").mkdir(parents=True)
+    assert split_weight("parts/day=20260101") == ("parts/day=20260101", None)
+    assert split_weight("parts/day=20260101=0.5") == ("parts/day=20260101", 0.5)
+    assert split_weight("parts/day=20260102") == ("parts/day", 20260102)
+    assert split_weight("parts/day=monday") == ("parts/day=monday", None)
+    assert split_weight("s3://b/day=1/") == ("s3://b/day=1/", None)
+    assert split_weight("s3://b/web=0.3") == ("s3://b/web", 0.3)
+
+
+def test_a_plan_has_every_setting_whose_type_is_not_optional():
+    settings, _ = parse_settings(["--seq_len", "64", "--weight_decay", "0"])
+    with pytest.raises(AssertionError, match="not resolved") as refusal:
+        settings.resolved()
+    assert "'batch_tokens'" in str(refusal.value) and "'val_data'" not in str(refusal.value)
+    assert "'seq_len'" not in str(refusal.value) and "'weight_decay'" not in str(refusal.value)

@@ -63,18 +63,18 @@ def test_global_batches_do_not_depend_on_ranks_micro_batches_or_workers(sources,
     assert ends[-1] >= 320
     if schedule.ramp_sequences:
         assert len(set(map(len, expected.ids))) > 1
-    for world_size in (1, 2, 4):
+    for num_shards in (1, 2, 4):
         for micro_batch_size in (1, 4):
             assert expected == ledger(
                 sources,
                 batch_schedule=schedule,
-                world_size=world_size,
+                num_shards=num_shards,
                 micro_batch_size=micro_batch_size,
             )
 
 
 @pytest.mark.parametrize("schedule", [BatchSchedule(16), BatchSchedule(32, 16, 160)])
-def test_skipped_ranges_are_the_only_gap_on_any_number_of_ranks(sources, schedule):
+def test_skipped_ranges_are_the_only_gap_for_any_number_of_shards(sources, schedule):
     ranges = [[24, 40], [64, 67], [100, 180]]  # they need not start where a batch does
     skipped = {number for start, end in ranges for number in range(start, end)}
     expected = ledger(sources, batch_schedule=schedule, skipped_windows=ranges)
@@ -82,8 +82,8 @@ def test_skipped_ranges_are_the_only_gap_on_any_number_of_ranks(sources, schedul
     assert seen == [number for number in range(max(seen) + 1) if number not in skipped]
     full_order = ledger(sources, batch_schedule=schedule)
     assert list(map(len, expected.ids)) == list(map(len, full_order.ids)), "same batch sizes"
-    for world_size, micro_batch_size in ((2, 4), (4, 1), (4, 4)):
-        changes = {"world_size": world_size, "micro_batch_size": micro_batch_size}
+    for num_shards, micro_batch_size in ((2, 4), (4, 1), (4, 4)):
+        changes = {"num_shards": num_shards, "micro_batch_size": micro_batch_size}
         again = ledger(sources, batch_schedule=schedule, skipped_windows=ranges, **changes)
         assert again == expected
 
@@ -115,7 +115,7 @@ def test_a_resumed_stream_yields_the_same_remaining_batches(sources, num_workers
         if step % 4 == 1:
             changes = {"batch_schedule": schedule, "position": position}
             assert tail == ledger(sources, num_workers=num_workers, **changes)
-            assert tail == ledger(sources, world_size=4, micro_batch_size=1, **changes)
+            assert tail == ledger(sources, num_shards=4, micro_batch_size=1, **changes)
         position += len(ids)
 
 
@@ -176,10 +176,10 @@ def test_document_mask_restarts_positions_and_drops_targets_across_documents(sou
         assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
-@pytest.mark.parametrize("world_size, micro_batch_size", [(1, 1), (1, 4), (2, 4), (4, 1), (5, 8)])
+@pytest.mark.parametrize("num_shards, micro_batch_size", [(1, 1), (1, 4), (2, 4), (4, 1), (5, 8)])
 @pytest.mark.parametrize("document_mask", [False, True])
-def test_validation_is_the_same_on_any_number_of_ranks(
-    sources, world_size, micro_batch_size, document_mask
+def test_validation_is_the_same_for_any_number_of_shards(
+    sources, num_shards, micro_batch_size, document_mask
 ):
     tokens = [all_ids(source) for source in sources]
     expected = {
@@ -190,12 +190,12 @@ def test_validation_is_the_same_on_any_number_of_ranks(
         )
     }
     lengths, seen = set(), []
-    for rank in range(world_size):
+    for shard in range(num_shards):
         batches = list(
             validation(
                 sources,
-                world_size=world_size,
-                rank=rank,
+                num_shards=num_shards,
+                shard=shard,
                 micro_batch_size=micro_batch_size,
                 document_mask=document_mask,
             )
@@ -228,11 +228,11 @@ def test_validation_splits_evenly_over_sources(sources, asked, split):
     assert torch.bincount(used, minlength=2).tolist() == split
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_of_the_world_gets_no_data(sources, rank):
+@pytest.mark.parametrize("shard", [-1, 2])
+def test_a_shard_outside_of_their_number_gets_no_data(sources, shard):
     for make in (stream, validation):
         with pytest.raises(AssertionError):
-            make(sources, rank=rank, world_size=2)
+            make(sources, shard=shard, num_shards=2)
 
 
 def test_sources_too_short_for_one_sequence_are_refused(sources, tmp_path):
@@ -249,15 +249,15 @@ def test_sources_too_short_for_one_sequence_are_refused(sources, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "worker", "checks"), [(0, None, 1), (0, 0, 1), (0, 1, 0), (1, None, 0), (1, 0, 0)]
+    ("shard", "worker", "checks"), [(0, None, 1), (0, 0, 1), (0, 1, 0), (1, None, 0), (1, 0, 0)]
 )
 def test_one_process_of_the_run_checks_the_sizes_of_all_files_of_training_data(
-    sources, monkeypatch, rank, worker, checks
+    sources, monkeypatch, shard, worker, checks
 ):
     info = None if worker is None else SimpleNamespace(id=worker, num_workers=2)
     monkeypatch.setattr(window_stream, "get_worker_info", lambda: info)
     for make, expected in ((stream, checks), (validation, 0)):
-        reading, calls = make(sources, rank=rank, world_size=2, micro_batch_size=1), []
+        reading, calls = make(sources, shard=shard, num_shards=2, micro_batch_size=1), []
         monkeypatch.setattr(reading.reader, "check_sizes", lambda calls=calls: calls.append(1))
         next(reading.read_groups(2))
         assert len(calls) == expected

@@ -1,4 +1,4 @@
-"""The mixture from the settings: stages and caps by name, or all problems at once."""
+"""The mixture from the settings: blends and caps by name, or all problems at once."""
 
 import json
 import re
@@ -11,14 +11,14 @@ import pytest
 from zerolm.common.values import count
 from zerolm.data.epochs import cap_problems, skipped_data_notices, table, times
 from zerolm.data.mixture import (
-    describe_stages,
+    blend_shares,
+    blends_from_record,
+    describe_blends,
     record,
     redistribute,
     resolve_mixture,
-    stage_shares,
-    stages_from_record,
 )
-from zerolm.data.order import Stage
+from zerolm.data.order import Blend
 from zerolm.parts.settings import RunSettings
 
 NAMES = ("web", "code", "math")
@@ -37,18 +37,18 @@ def mixture(weights=(7, 3, 0), **given):
     return settings, resolve_mixture(settings, weights, find, SIZES, problems), problems
 
 
-def test_stages_start_with_the_first_sequence_at_their_tokens():
+def test_blends_start_with_the_first_sequence_at_their_tokens():
     given = ("1.5k:web=1,math=0.5", "2001:math=1,web=0")
     _, resolved, problems = mixture(data_stage=given)
     assert not problems
-    assert resolved.stages == [Stage(0, (7, 3, 0)), Stage(15, (1, 0, 0.5)), Stage(21, (0, 0, 1))]
-    consumed = mixture(data_stage=("1.5k:web=1@120,math=0.5",))[1].stages[1].consumed
+    assert resolved.blends == [Blend(0, (7, 3, 0)), Blend(15, (1, 0, 0.5)), Blend(21, (0, 0, 1))]
+    consumed = mixture(data_stage=("1.5k:web=1@120,math=0.5",))[1].blends[1].consumed
     assert consumed == (120, 0, 0)
     recorded = record(resolved, NAMES)
     assert recorded["sources"] == list(NAMES) and recorded["max_epochs"] == [None] * 3
-    assert stages_from_record(json.loads(json.dumps(recorded))["stages"]) == resolved.stages
-    assert stage_shares(resolved.stages[1], NAMES) == {"web": 2 / 3, "math": 1 / 3}
-    assert describe_stages(resolved.stages[1:]) == (
+    assert blends_from_record(json.loads(json.dumps(recorded))["stages"]) == resolved.blends
+    assert blend_shares(resolved.blends[1], NAMES) == {"web": 2 / 3, "math": 1 / 3}
+    assert describe_blends(resolved.blends[1:]) == (
         "[1.0, 0.0, 0.5] from sequence 15; [0.0, 0.0, 1.0] from sequence 21"
     )
 
@@ -57,7 +57,7 @@ def test_the_cap_of_one_source_overrides_that_of_all():
     _, resolved, problems = mixture((7, 3, 1), max_epochs=("4", "math=1.5"))
     assert not problems and resolved.caps == [4, 4, Fraction(3, 2)]
     assert record(resolved, NAMES)["max_epochs"] == [4.0, 4.0, 1.5]
-    assert resolved.stages == [Stage(0, (7, 3, 1))] and resolved.supply is None
+    assert resolved.blends == [Blend(0, (7, 3, 1))] and resolved.supply is None
 
 
 def test_the_lowest_cap_of_a_source_is_one_of_its_sequences():
@@ -79,9 +79,9 @@ def test_the_lowest_cap_of_a_source_is_one_of_its_sequences():
         ({"data_stage": ("2k:web=-1,math=2",)}, "web=-1: a weight must not be below 0"),
         ({"data_stage": ("2k:math=1,math=2",)}, "math is listed twice"),
         ({"data_stage": ("2k:math=0",)}, "every weight is 0"),
-        ({"data_stage": ("2k:math=1", "1990:web=1")}, "does not start after the previous stage"),
+        ({"data_stage": ("2k:math=1", "1990:web=1")}, "does not start after the previous blend"),
         ({"data_stage": ("1k:math=1", "3k:web=1", "2k:code=1")}, "2k:code=1 does not start after"),
-        ({"data_stage": ("2k:web=1",)}, "math has no weight in any stage"),
+        ({"data_stage": ("2k:web=1",)}, "math has no weight in any blend"),
         ({"max_epochs": ("x",)}, "--max_epochs: x is not a number"),
         ({"max_epochs": ("lua=2",)}, "lua=2 names no source"),
         ({"max_epochs": ("0",)}, "0 must be above 0. Write for example 4."),
@@ -125,24 +125,24 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
     settings, resolved, _ = mixture(
         (6, 3, 1), max_epochs=("math=2", "code=1"), over_max_epochs="redistribute"
     )
-    assert [stage.weights for stage in resolved.stages] == [(6, 3, 1), (6, 0, 1), (6, 0, 0)]
-    assert resolved.stages[1].start == 666  # 200 sequences at a share of 3/10
+    assert [blend.weights for blend in resolved.blends] == [(6, 3, 1), (6, 0, 1), (6, 0, 0)]
+    assert resolved.blends[1].start == 666  # 200 sequences at a share of 3/10
     assert resolved.supply is None  # web may be read for ever
     lines = table(resolved, resolved.order(SIZES, 0), NAMES, 2000, 100)
     assert [line.split()[0] for line in lines] == ["source", *NAMES]
-    starts = [f"share from {count(stage.start * 100)}" for stage in resolved.stages]
+    starts = [f"share from {count(blend.start * 100)}" for blend in resolved.blends]
     assert re.findall(r"share from \S+", lines[0]) == starts == ["share from 0", *starts[1:]]
     assert lines[0].startswith("source   tokens ") and len(set(map(len, lines))) == 1
     order = resolved.order(SIZES, 0)
     at_once = table(resolved, order, NAMES, 666, 100)[0]
-    assert at_once.count("share") == 1, "the second stage begins where this run ends"
+    assert at_once.count("share") == 1, "the second blend begins where this run ends"
     assert table(resolved, order, NAMES, 667, 100)[0].count("share from") == 2
-    edges = [0, *(stage.start for stage in resolved.stages[1:]), 2000]
+    edges = [0, *(blend.start for blend in resolved.blends[1:]), 2000]
     for number, line in enumerate(lines[1:]):
         cells = line.split()
-        for stage, (start, end) in enumerate(pairwise(edges)):
-            weights = resolved.stages[stage].weights
-            share, epochs = cells[2 + 2 * stage : 4 + 2 * stage]
+        for blend, (start, end) in enumerate(pairwise(edges)):
+            weights = resolved.blends[blend].weights
+            share, epochs = cells[2 + 2 * blend : 4 + 2 * blend]
             part = f"{weights[number] / sum(weights):.3%}" if weights[number] else "-"
             taken = (order.counts(end) - order.counts(start))[number]
             assert share == part and float(epochs) == float(f"{taken / SIZES[number]:.3g}")
@@ -159,7 +159,7 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
     assert f"leaves {supply * 100:,} tokens for a run of {supply * 100 + 100:,}" in problem
 
 
-def test_the_table_of_one_stage_has_one_share_and_no_tokens_of_its_start():
+def test_the_table_of_one_blend_has_one_share_and_no_tokens_of_its_start():
     _, resolved, _ = mixture((7, 3, 1))
     head, *_ = table(resolved, resolved.order(SIZES, 0), NAMES, 100, 100)
     assert head.split() == ["source", "tokens", "share", "taken", "epochs", "at", "most"]
@@ -169,7 +169,7 @@ def test_making_up_for_a_rollback_may_exceed_a_cap_and_is_noted():
     """After the supply nothing caps a source any more; counted here sequence by sequence."""
     sizes, names = [600, 300, 100], ["web", "code", "math"]
     settings = RunSettings(over_max_epochs="redistribute")
-    resolved = redistribute([Stage(0, (5.0, 4.0, 1.0))], [Fraction(1)] * 3, sizes)
+    resolved = redistribute([Blend(0, (5.0, 4.0, 1.0))], [Fraction(1)] * 3, sizes)
     assert resolved.supply is not None
     order = resolved.order(sizes, 0)
     end, windows = resolved.supply, [[30, 94], [300, 340]]
@@ -185,7 +185,7 @@ def test_making_up_for_a_rollback_may_exceed_a_cap_and_is_noted():
     assert not skipped_data_notices(resolved, order, names, end, [], settings)
 
 
-def test_a_stage_after_the_end_of_the_run_is_refused():
+def test_a_blend_after_the_end_of_the_run_is_refused():
     for start, refused in (("149k", False), ("150k", True)):
         settings, resolved, _ = mixture(data_stage=(f"{start}:math=1",))
         problems, _ = cap_problems(resolved, resolved.order(SIZES, 0), NAMES, 1500, settings)

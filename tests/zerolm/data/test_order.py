@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerolm.common.errors import ConfigError
-from zerolm.data.order import Order, Stage, num_windows
+from zerolm.data.order import Blend, Order, num_windows
 from zerolm.data.quotas import MAX_SEQUENCES, exact_shares
 
 M64 = (1 << 64) - 1
@@ -119,22 +119,22 @@ def test_order_never_changes():
 
 
 def test_the_order_of_200_sources_never_changes():
-    """Golden digest: with stages, of which the last has a denominator beyond 64 bits."""
+    """Golden digest: with blends, of which the last has a denominator beyond 64 bits."""
     weights = [float(1 + number * number % 89) for number in range(200)]
-    stages = [
-        Stage(10**9, tuple(weights[::-1])),
-        Stage(10**9 + 200_001, tuple(0.1 + weight / 3 for weight in weights)),
+    blends = [
+        Blend(10**9, tuple(weights[::-1])),
+        Blend(10**9 + 200_001, tuple(0.1 + weight / 3 for weight in weights)),
     ]
-    order = Order([1000 + number for number in range(200)], weights, seed=5, stages=stages)
+    order = Order([1000 + number for number in range(200)], weights, seed=5, blends=blends)
     assert [mixer._is_small for mixer in order._mixers] == [True, True, False]
     far, close = 10**9 + 4096 * np.arange(100), np.arange(100)
     placed = order(np.concatenate([close, far, 10**15 + close]))
     assert hashlib.sha256(np.stack(placed).tobytes()).hexdigest() == GOLDEN_200
 
 
-def test_two_stages_cannot_start_at_one_sequence():
-    with pytest.raises(AssertionError, match="stages ascend"):
-        Order([100], [1.0], seed=5, stages=[Stage(8, (1.0,)), Stage(8, (1.0,))])
+def test_two_blends_cannot_start_at_one_sequence():
+    with pytest.raises(AssertionError, match="blends ascend"):
+        Order([100], [1.0], seed=5, blends=[Blend(8, (1.0,)), Blend(8, (1.0,))])
 
 
 @pytest.mark.parametrize("digits", [1, 6, 15, 17])

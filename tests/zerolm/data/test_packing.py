@@ -45,8 +45,8 @@ def stream(sources, **changes):
         "seed": 3,
         "batch_schedule": BatchSchedule(8),
         "micro_batch_size": 4,
-        "rank": 0,
-        "world_size": 1,
+        "shard": 0,
+        "num_shards": 1,
         "position": 0,
         "end_position": 48,
         "packing": "best_fit",
@@ -123,15 +123,15 @@ def test_ranks_and_positions_do_not_change_the_rows(sources):
         for batch in stream(sources)
         for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True)
     }
-    for rank in range(2):
-        for batch in stream(sources, rank=rank, world_size=2, position=16):
+    for shard in range(2):
+        for batch in stream(sources, shard=shard, num_shards=2, position=16):
             for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True):
                 assert torch.equal(ids, expected[int(number)])
 
 
 def test_validation_reads_the_first_rows(sources):
-    settings = {"seq_len": SEQ_LEN, "num_sequences": 6, "micro_batch_size": 4, "rank": 0}
-    batches = list(ValidationStream(sources, world_size=1, packing="best_fit", **settings))
+    settings = {"seq_len": SEQ_LEN, "num_sequences": 6, "micro_batch_size": 4, "shard": 0}
+    batches = list(ValidationStream(sources, num_shards=1, packing="best_fit", **settings))
     ids = torch.cat([batch["input_ids"] for batch in batches])
     for number in range(6):
         held = np.concatenate(plain_row(sources[number // 3], number % 3))[:SEQ_LEN]

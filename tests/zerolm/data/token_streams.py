@@ -48,8 +48,8 @@ def stream(sources, **changes):
         "seed": 9,
         "batch_schedule": BatchSchedule(16),
         "micro_batch_size": 4,
-        "rank": 0,
-        "world_size": 1,
+        "shard": 0,
+        "num_shards": 1,
         "position": 0,
         "end_position": 320,
     }
@@ -78,17 +78,18 @@ class Ledger:
         )
 
 
-def ledger(sources, world_size=1, num_workers=0, **changes):
-    """Read every rank's stream in this process and join the global batches."""
+def ledger(sources, num_shards=1, num_workers=0, **changes):
+    """Read every shard in this process and join the global batches."""
     streams = [
-        stream(sources, rank=rank, world_size=world_size, **changes) for rank in range(world_size)
+        stream(sources, shard=shard, num_shards=num_shards, **changes)
+        for shard in range(num_shards)
     ]
     loaders = [iter(make_loader(one, num_workers, pin_memory=False)) for one in streams]
     joined = Ledger([], [], [])
     position = streams[0].position
     while position < streams[0].end_position:
         size = streams[0].batch_schedule(position)
-        micro_steps = size // (streams[0].micro_batch_size * world_size)
+        micro_steps = size // (streams[0].micro_batch_size * num_shards)
         batches = [next(loader) for loader in loaders for _ in range(micro_steps)]
         ids = torch.cat([batch["sequence_ids"] for batch in batches])
         rows = torch.argsort(ids)
@@ -105,7 +106,7 @@ def validation(sources, **changes):
         "seq_len": SEQ_LEN,
         "num_sequences": 21,
         "micro_batch_size": 4,
-        "rank": 0,
-        "world_size": 1,
+        "shard": 0,
+        "num_shards": 1,
     }
     return ValidationStream(sources, **{**settings, **changes})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerolm.distributed.layout import Layout
+from zerolm.distributed.layout import Axis, Layout
 from zerolm.distributed.ulysses import shard_batch
 
 
@@ -14,13 +14,33 @@ def test_ranks_of_a_replica_are_neighbours_and_every_sequence_is_read_by_one_rep
     mesh = torch.arange(8).view(8 // size, size)
     for rank in range(8):
         row, column = (mesh == rank).nonzero()[0].tolist()
-        assert (layout.replica_of(rank), layout.rank_in_replica(rank)) == (row, column)
+        assert layout.axis(form, rank) == Axis(size, column, range(row * size, row * size + size))
+        assert layout.axis("data", rank) == Axis(8 // size, row, range(column, 8, size))
+        assert layout.leads_replica(rank) == (column == 0)
         assert layout.training_shard(rank) == (row, 8 // size)
-        assert layout.contributes(rank) == (form == "sequence" or column == 0)
+        assert layout.counts_losses(rank) == (form == "sequence" or column == 0)
+        assert layout.counts_parameter(rank, is_divided=True)
+        assert layout.counts_parameter(rank, is_divided=False) == layout.counts_losses(rank)
         whole = (rank, 8) if form == "sequence" else (row, 8 // size)
         assert layout.evaluation_shard(rank) == whole
     assert layout.replicas == layout.gradient_divisor == 8 // size
     assert layout._replace(partitions_weights=True).gradient_divisor == 8, "stage 3"
+
+
+def test_ranks_with_equal_weights_and_with_equal_states():
+    plain, tensor, groups = Layout(8), Layout(8, tensor=2), Layout(8, shard_within=2)
+    for rank in range(8):
+        assert plain.axis("zero", rank).ranks == plain.axis("shards", rank).ranks == range(8)
+        assert tensor.axis("zero", rank).ranks == range(rank % 2, 8, 2)
+        pair = range(rank // 2 * 2, rank // 2 * 2 + 2)
+        assert groups.axis("shards", rank) == Axis(2, rank % 2, pair)
+        assert groups.axis("copies", rank) == Axis(4, rank // 2, range(rank % 2, 8, 2))
+        assert list(plain.axis("copies", rank).ranks) == [rank]
+    assert [each.weights_are_equal() for each in (plain, tensor, groups)] == [True, False, True]
+    assert not Layout(8, partitions_weights=True).weights_are_equal()
+    assert [each.ranks_per_copy for each in (plain, tensor, groups)] == [8, 8, 2]
+    assert plain.weight_copies(None, 3) == tensor.weight_copies(None, 3) == Axis(8, 3, range(8))
+    assert tensor.weight_copies("tensor", 3) == Axis(4, 1, range(1, 8, 2))
 
 
 def test_the_shards_of_a_micro_batch_join_to_the_micro_batch():

@@ -9,8 +9,9 @@ import pytest
 from tests.launching import run_workers, write_json
 from tests.zerolm.ds_config.ds_cases import found, resolved, zero
 from zerolm.ds_config.construction import ASSERTIONS
+from zerolm.ds_config.optimizers import beta_problems
 from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.scheduler import description, rates
+from zerolm.ds_config.scheduler import course, course_problems, description
 from zerolm.parts.settings import RunSettings
 
 Json = dict[str, Any]
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[list[Json], list[Json]]] = {
         [zero(1, legacy_stage1=True)], [zero(1, legacy_stage1=False)],
     ),
     "zero_optimization.offload_optimizer.ratio": (
-        [offload(0.5, torch_adam=True)], [offload(0.5), offload(1.0, torch_adam=True)],
+        [offload(0.5, torch_adam=True)], [offload(1.0, torch_adam=True)],
     ),
     "torch_autocast.lower_precision_safe_modules": (
         [autocast("nosuch"), autocast("torch.nn.NoSuch"),
@@ -106,6 +107,7 @@ def built(tmp_path_factory) -> dict[str, list[Any]]:
         for kind, each in zip(("refused", "accepted"), cases, strict=True)
         for number, config in enumerate(each)
     }
+    configs |= {name: base | config for name, config in SCHEDULED.items()}
     directory = tmp_path_factory.mktemp("built")
     found = directory / "found.json"
     worker = Path(__file__).with_name("construction_worker.py")
@@ -153,23 +155,91 @@ def test_infinity_in_a_file_is_read(tmp_path):
     assert profile.problems == [] and profile.json["steps_per_print"] is None
 
 
-@pytest.mark.parametrize(
-    "key", ["scheduler.params.warmup_max_lr", "scheduler.params.total_num_steps",
-            "scheduler.params.cycle_min_lr", "scheduler.params.lr_range_test_step_size"],
-)  # fmt: skip
-def test_rates_are_those_of_the_engine(built, key):
-    block = CASES[key][1][0]["scheduler"]
-    assert rates(block, 1e-3, range(1, 5)) == pytest.approx(built[f"{key} accepted 0"][1])
+def cycle(**params: Any) -> Json:
+    return scheduler("OneCycle", **CYCLE | params)
 
 
-def test_the_steps_at_rate_zero_are_named():
-    settings = RunSettings(learning_rate=2e-3, min_learning_rate=0.0)
-    block = resolved(scheduler("WarmupDecayLR", total_num_steps=100), settings)["scheduler"]
-    text = description(block, 2e-3, 100)
+def cosine(**params: Any) -> Json:
+    params |= {"total_num_steps": 8, "warmup_num_steps": 2}
+    return scheduler("WarmupCosineLR", **params)
+
+
+RANGE = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 2}
+# JSONs in which each parameter of a scheduler counts in the first steps.
+SCHEDULED = {
+    "WarmupLR": scheduler("WarmupLR", warmup_min_lr=1e-5, warmup_max_lr=1e-3, warmup_num_steps=3),
+    "linear": scheduler("WarmupLR", warmup_max_lr=1e-3, warmup_num_steps=3, warmup_type="linear"),
+    "WarmupDecayLR": scheduler("WarmupDecayLR", total_num_steps=6, warmup_num_steps=2),
+    "WarmupCosineLR": cosine(warmup_min_ratio=0.1, cos_min_ratio=0.2),
+    "OneCycle": cycle(cycle_first_step_size=2, cycle_min_mom=0.7, cycle_max_mom=0.95),
+    "decay": cycle(
+        cycle_first_step_size=1, decay_step_size=1, decay_lr_rate=1, decay_mom_rate=0.01
+    ),
+    "stairs": cycle(cycle_first_step_size=3, cycle_first_stair_count=2),
+    "later": cycle(cycle_first_step_size=4, last_batch_iteration=1),
+    "LRRangeTest": scheduler("LRRangeTest", **RANGE, lr_range_test_step_rate=5),
+    "staircase": scheduler("LRRangeTest", **RANGE, lr_range_test_staircase=True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_rates_and_betas_are_those_of_the_engine(built, name):
+    error, rates, betas = built[name]
+    found = course(SCHEDULED[name]["scheduler"], 1e-3, 4)
+    assert error == "" and found.rates == pytest.approx(rates)
+    if name in ("OneCycle", "decay", "stairs", "later"):
+        assert [list(pair) for pair in found.betas] == betas
+
+
+def described(config: Json, rate: float, steps: int) -> str:
+    settings = RunSettings(learning_rate=rate, min_learning_rate=0.0, beta1=0.9, beta2=0.95)
+    sizes = {"warmup_steps": 5, "total_steps": steps}
+    profile = Profile.parse(resolved(config, settings, **sizes), "ds.json")
+    return description(profile, rate, steps)
+
+
+def test_the_line_of_a_schedule_is_of_all_steps():
+    text = described(scheduler("WarmupDecayLR", total_num_steps=100), 2e-3, 100)
     last = 2e-3 * (100 - 98) / (100 - 5)  # two steps before the end of its decay
     assert text.startswith(f"WarmupDecayLR of the ds config, peak 0.002, last {last:g};")
-    assert text.endswith("; 0 in steps 1 and 2, which change no weight")
-    cycle = description(
-        {"type": "OneCycle", "params": CYCLE | {"cycle_first_step_size": 50}}, 1, 99
+    assert text.endswith("; 0 in steps 1 to 2, which change no weight")
+    text = described(scheduler("WarmupCosineLR", warmup_type="linear"), 1e-3, 100)
+    assert "; it never reaches 0.001; 0 in steps 1 to 2," in text
+    text = described(cycle(cycle_first_step_size=50, cycle_min_lr=0.0, cycle_first_stair_count=2,
+                           cycle_momentum=False), 1e-3, 99)  # fmt: skip
+    assert text.startswith(
+        "OneCycle of the ds config, peak 0.001, last 0; 0 in steps 1 to 25, 77 to 99,"
     )
-    assert cycle.startswith("OneCycle of the ds config, peak 0.001, last") and " 0 in" not in cycle
+    assert "beta" not in text
+
+
+def test_betas_that_onecycle_sets_are_printed_and_theirs_alone():
+    config = cycle(cycle_first_step_size=50)
+    assert "; cycle_momentum sets beta1 from 0.8 to 0.898 and beta2 to 0.99" in described(
+        config, 1, 99
+    )
+    assert "betas" not in resolved(config)["optimizer"]["params"]
+    auto = {"type": "AdamW", "params": {"betas": "auto"}}
+    assert "betas" not in resolved({**config, "optimizer": auto})["optimizer"]["params"]
+    own = {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}
+    (problem,) = found({**config, "optimizer": own})
+    assert problem.startswith("ds.json: optimizer.params.betas: [0.9, 0.95], but OneCycle sets")
+    config = cycle(cycle_momentum=False)
+    assert found({**config, "optimizer": own}) == []
+    flag = RunSettings(beta1=0.9, explicit=frozenset({"beta1"}))
+    assert beta_problems(Profile.parse(config), flag) == []
+    (problem,) = beta_problems(Profile.parse(cycle()), flag)
+    assert "--beta1: 0.9, but OneCycle sets the betas in each step" in problem
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (cycle(cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.1), "beta1 to 1.08"),
+        (scheduler("LRRangeTest", **RANGE, lr_range_test_step_rate=-1), "rate -5e-05 in step 4"),
+        (cycle(cycle_min_lr=0, cycle_max_lr=0), "rate 0 in every step"),
+    ],
+)
+def test_a_scheduler_with_which_nothing_can_train_is_refused(config, why):
+    (problem,) = course_problems(Profile.parse(config, "ds.json"), 1e-3, 10)
+    assert problem.startswith("ds.json: scheduler.params: ") and why in problem

@@ -1,11 +1,14 @@
 """When ZeRO-3 gathers blocks at once, and how much it gathers ahead then."""
 
 import pytest
+from transformers import AutoConfig
 
 from tests import ROOT
+from tests.model_families.toy_configs import toy_config
 from tests.zerolm.ds_config.ds_cases import USER, resolved
-from zerolm.ds_config.gathering import gathers_blocks
+from zerolm.ds_config.gathering import gathers_blocks, leaf_problems
 from zerolm.ds_config.profile import Profile
+from zerolm.model.architecture import meta_model
 
 MODELS = {  # hidden size, and the values of a block's parameters
     "8b": (4096, [4096**2, 4096 * 1024, 4096 * 1024, 4096**2, *[4096 * 14336] * 3, 4096, 4096]),
@@ -40,3 +43,25 @@ def test_the_automatic_bucket_is_a_block_that_is_gathered_at_once() -> None:
     hidden, block = MODELS["8b"]
     assert bucket(hidden_size=hidden) == int(0.9 * hidden**2)
     assert bucket(hidden_size=hidden, gathered_block=block) == sum(block) - 2 * hidden
+
+
+def toy_model(family):
+    return meta_model(AutoConfig.for_model(**toy_config(family)))
+
+
+def problems_of(model, **zero) -> list[str]:
+    profile = Profile.parse({"zero_optimization": {"stage": 3, **zero}}, "z.json")
+    return leaf_problems(profile, model)
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [("classes", ["MixtralDecoderLayer"], ["MixtralModel"]),
+     ("names", ["model.layers.0", "model.embed_tokens"], ["model"]),
+     ("name_suffixes", [".mlp", "lm_head"], ["del"])],
+)  # fmt: skip
+def test_a_leaf_module_that_contains_the_embeddings_is_refused(key, good, bad) -> None:
+    assert problems_of(toy_model("mixtral"), leaf_module={key: good}) == []
+    [problem] = problems_of(toy_model("mixtral"), leaf_module={key: bad})
+    assert problem.startswith("z.json: zero_optimization.leaf_module: ")
+    assert "makes MixtralModel a leaf module" in problem

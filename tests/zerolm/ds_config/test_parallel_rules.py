@@ -11,8 +11,7 @@ from zerolm.ds_config import topology
 from zerolm.ds_config.parallel_rules import ds_problems, model_problems
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
-from zerolm.features.feature import Case
-from zerolm.features.qk_clip import QkClip
+from zerolm.ds_config.topology import layout_of
 from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory
 from zerolm.plan.rank_share import shapes_of_rank
@@ -24,7 +23,7 @@ SEQUENCE = {"sequence_parallel_size": 2}
 def test_without_parallel_groups_every_rank_is_a_replica():
     profile = Profile.parse({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1})
     assert ds_problems(profile, 4) == []
-    layout = profile.layout(4)
+    layout = layout_of(RunSettings(), profile, 4)
     assert layout == Layout(4) and layout.describe() == ""
     assert [layout.training_shard(rank) for rank in range(4)] == [(rank, 4) for rank in range(4)]
 
@@ -33,13 +32,14 @@ def test_memory_counts_only_a_ranks_shard_of_each_matrix():
     shapes = {"model.embed_tokens.weight": (512, 64), "q_proj.weight": (64, 64), "norm": (64,)}
     ds = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}
     plain, tensor, sequence = (Profile.parse({**ds, **form}) for form in ({}, TENSOR, SEQUENCE))
-    sharded, replicas = shapes_of_rank(shapes, tensor.layout(4))
+    sharded, replicas = shapes_of_rank(shapes, Layout(4, tensor=2))
     assert replicas == 2
     assert sharded == {**shapes, "q_proj.weight": (32, 64)}
-    own = memory.model_states(shapes, tensor, 4)
-    assert own == memory.model_states(sharded, plain, 2)
-    sequences = memory.model_states(shapes, sequence, 4)
-    assert sequences == memory.model_states(shapes, plain, 4), "ZeRO partitions over all ranks"
+    own = memory.model_states(shapes, tensor, Layout(4, tensor=2))
+    assert own == memory.model_states(sharded, plain, Layout(2))
+    sequences = memory.model_states(shapes, sequence, Layout(4, sequence=2))
+    whole = memory.model_states(shapes, plain, Layout(4))
+    assert sequences == whole, "ZeRO partitions over all ranks"
 
 
 def test_tensor_parallel_checkpoints_are_not_resharded():
@@ -48,12 +48,13 @@ def test_tensor_parallel_checkpoints_are_not_resharded():
     manifest = {"world_size": 4, "zero_stage": 2, "optimizer": topology.optimizer_kind(plain)}
     for form in (TENSOR, SEQUENCE):
         profile = Profile.parse({**ds, **form})
-        saved = {**manifest, "cut": topology.sharding(profile)}
-        assert topology.changes(saved, profile, 4) == []
-        changed = topology.changes(saved, plain, 4)
+        layout = layout_of(RunSettings(), profile, 4)
+        saved = {**manifest, "cut": topology.sharding(profile, layout)}
+        assert topology.changes(saved, profile, layout) == []
+        changed = topology.changes(saved, plain, Layout(4))
         found = topology.problems(saved, "M", plain)
         assert len(changed) == len(found) == (1 if form is TENSOR else 0)
-    old = {**manifest, "cut": topology.sharding(plain)}
+    old = {**manifest, "cut": topology.sharding(plain, Layout(4))}
     [problem] = topology.problems(old, "M", Profile.parse({**ds, **TENSOR}))
     assert "tensor_parallel.autotp_size: 1" in problem and problem.endswith("was written with.")
 
@@ -134,6 +135,8 @@ BAD_FLAGS = {
     "heads": (SEQUENCE, {**LLAMA, "num_key_value_heads": 1}, {}, "num_key_value_heads 1"),
     "a width": (TENSOR, {**LLAMA, "vocab_size": 511}, {}, "must divide vocab_size 511"),
     "compile": (TENSOR, LLAMA, {"compile": True}, "--compile"),
+    "AGC": (TENSOR, LLAMA, {"agc": 0.01}, "norms are summed over the ranks"),
+    "AGC of slices": (SEQUENCE, LLAMA, {"agc": 0.01}, "norms are summed over the ranks"),
     "qk-clip": (TENSOR, LLAMA, {"qk_clip": 100.0}, "the logits of all heads and tokens"),
     "qk-clip of slices": (SEQUENCE, LLAMA, {"qk_clip": 100.0}, "the logits of all heads"),
     "selective": (SEQUENCE, LLAMA, {"gradient_checkpointing": "selective"}, "Use full"),
@@ -158,8 +161,7 @@ def test_refusing_a_model_or_a_flag_takes_one_line(form, model, flags, part):
     given = dataclasses.replace(RunSettings(deepspeed_config="ds.json", seq_len=32), **flags)
 
     def found(profile):
-        own = QkClip.problems(Case(given, config, profile, 4, "cpu"))
-        return [*model_problems(given, config, profile, 4), *own]
+        return model_problems(given, config, layout_of(given, profile, 4))
 
     [problem] = found(Profile.parse(form))
     assert part in problem and "\n" not in problem and problem.endswith(".")

@@ -18,8 +18,10 @@ from zerolm.common.errors import ConfigError
 from zerolm.ds_config.implied import contradictions, implied_settings, implied_token_counts
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.schema import inner_model
+from zerolm.ds_config.topology import layout_of
 from zerolm.engine.config_keys import known_keys
 from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import RunSettings
 
 
 @pytest.mark.parametrize("writer", [{"type": "fast", "decoupled": True}, {"type": "python"}])
@@ -240,4 +242,5 @@ def test_any_two_of_the_three_batch_sizes_give_the_third(batch, micro, accumulat
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_only_stage_3_partitions_weights(stage):
-    assert Profile.parse(zero(stage)).layout(4).partitions_weights is (stage == 3)
+    layout = layout_of(RunSettings(), Profile.parse(zero(stage)), 4)
+    assert layout.partitions_weights is (stage == 3)

@@ -253,6 +253,9 @@ def test_deepspeeds_own_muon_example_is_accepted_with_notices_of_what_is_filled_
     result = resolved(MUON_EXAMPLE)
     assert result["gradient_clipping"] == 0
     assert result["zero_optimization"]["reduce_scatter"] is False
+    # With it, momentum starts again from zero in a resumed run.
+    assert "save_muon_momentum_buffer_in_memory: using false" in told
+    assert "save_muon_momentum_buffer_in_memory" not in result["zero_optimization"]
     second = resolved({**MUON_EXAMPLE, "zero_optimization": {"stage": 2}})
     assert "reduce_scatter" not in second["zero_optimization"]
 

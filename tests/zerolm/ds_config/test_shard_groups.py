@@ -7,9 +7,9 @@ import pytest
 from tests import ROOT
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
+from zerolm.ds_config.parallel_rules import group_problems
 from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.resolve import resolve_profile
-from zerolm.ds_config.shard_groups import with_shard_groups
+from zerolm.ds_config.topology import layout_of
 from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory
 
@@ -17,34 +17,28 @@ BF16 = {"bf16": {"enabled": True}}
 ZERO1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text()) | BF16
 
 
-def grouped(config: dict, size: int | None, world_size: int = 4) -> tuple[Profile, list]:
-    problems: list[str] = []
-    settings = RunSettings(shard_within=size)
-    profile = Profile.parse(config, "ds.json")
-    return with_shard_groups(profile, settings, world_size, problems), problems
+def grouped(config: dict, size: int | None, world_size: int = 4) -> tuple[Layout, list[str]]:
+    settings, profile = RunSettings(shard_within=size), Profile.parse(config, "ds.json")
+    problems = group_problems(profile, settings, world_size)
+    return layout_of(settings, profile, world_size), problems
 
 
 def test_groups_of_neighbours_have_a_copy_of_all_states_each():
-    profile, problems = grouped(ZERO1, 2, world_size=8)
+    layout, problems = grouped(ZERO1, 2, world_size=8)
     assert not problems
-    layout = profile.layout(8)
     assert layout == Layout(8, shard_within=2)
     assert (layout.shards, layout.copies, layout.replicas) == (2, 4, 8)
     assert layout.describe() == "4 groups of 2 with all optimizer states"
-    shapes = {"weight": (512, 64)}
-    assert memory.model_states(shapes, profile, 8) == memory.model_states(shapes, profile, 2)
-    resolved = resolve_profile(
-        profile, RunSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95), hidden_size=64,
-        micro_batch_size=1, accumulation=1, replicas=8, warmup_steps=1, total_steps=2,
-    )  # fmt: skip
-    assert resolved.layout(8) == layout
+    shapes, profile = {"weight": (512, 64)}, Profile.parse(ZERO1)
+    of_pair = memory.model_states(shapes, profile, Layout(2))
+    assert memory.model_states(shapes, profile, layout) == of_pair
 
 
 @pytest.mark.parametrize("size", [None, 4])
 def test_one_group_of_all_ranks_is_the_ordinary_case(size):
-    profile, problems = grouped(ZERO1, size)
-    assert not problems and profile == Profile.parse(ZERO1, "ds.json")
-    assert (profile.layout(4).shards, profile.layout(4).copies) == (4, 1)
+    layout, problems = grouped(ZERO1, size)
+    assert not problems and layout == Layout(4)
+    assert (layout.shards, layout.copies) == (4, 1)
 
 
 def zero(**keys) -> dict:
@@ -67,10 +61,10 @@ REFUSED = {
 
 @pytest.mark.parametrize(("config", "part"), REFUSED.values(), ids=list(REFUSED))
 def test_a_refusal_takes_one_line(config, part):
-    profile, problems = grouped(config, 2)
+    _, problems = grouped(config, 2)
     [problem] = problems
     assert "--shard_within: 2 " in problem and part in problem and "\n" not in problem
-    assert "emove" in problem and not profile.shard_within
+    assert "emove" in problem
 
 
 def test_a_group_must_divide_the_ranks():
@@ -82,15 +76,16 @@ def test_a_group_must_divide_the_ranks():
 
 
 def test_only_another_number_of_shards_is_resharded():
-    profile, _ = grouped(ZERO1, 2)
     plain = Profile.parse(ZERO1, "ds.json")
     manifest = {
         "world_size": 4, "zero_stage": 1, "optimizer": topology.optimizer_kind(plain),
-        "cut": topology.sharding(plain),
+        "cut": topology.sharding(plain, Layout(4)),
     }  # fmt: skip
     in_groups = {**manifest, "shards": 2}
-    assert topology.changes(in_groups, profile, 4) == topology.changes(in_groups, profile, 8) == []
-    assert topology.changes(in_groups, plain, 2) == [], "one of its groups"
-    assert topology.changes(in_groups, plain, 4) == ["shards 2 -> 4"]
-    assert topology.changes(manifest, profile, 4) == ["shards 4 -> 2"]
-    assert topology.changes(manifest, plain, 2) == ["world size 4 -> 2"]
+    pairs, more_pairs = Layout(4, shard_within=2), Layout(8, shard_within=2)
+    assert topology.changes(in_groups, plain, pairs) == []
+    assert topology.changes(in_groups, plain, more_pairs) == []
+    assert topology.changes(in_groups, plain, Layout(2)) == [], "one of its groups"
+    assert topology.changes(in_groups, plain, Layout(4)) == ["shards 2 -> 4"]
+    assert topology.changes(manifest, plain, pairs) == ["shards 4 -> 2"]
+    assert topology.changes(manifest, plain, Layout(2)) == ["world size 4 -> 2"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
 from zerolm.ds_config.profile import Profile
 
@@ -13,12 +14,12 @@ def manifest(ds_config: dict, world_size: int = 2, stage: int = 2) -> dict:
         "world_size": world_size,
         "zero_stage": stage,
         "optimizer": topology.optimizer_kind(Profile.parse(ds_config)),
-        "cut": topology.sharding(Profile.parse(ds_config)),
+        "cut": topology.sharding(Profile.parse(ds_config), Layout(world_size)),
     }
 
 
 def changes(saved: dict, ds_config: dict, world_size: int = 2) -> list[str]:
-    return topology.changes(saved, Profile.parse(ds_config), world_size)
+    return topology.changes(saved, Profile.parse(ds_config), Layout(world_size))
 
 
 def test_the_same_topology_has_no_changes() -> None:

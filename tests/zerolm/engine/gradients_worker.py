@@ -13,7 +13,8 @@ from torch import nn
 
 from tests import ROOT
 from tests.ds_config_checks import run_checks
-from zerolm.distributed.collectives import gather_objects, sum_over_ranks
+from zerolm.distributed.collectives import gather_objects
+from zerolm.distributed.named_sums import NamedSums
 from zerolm.engine.gradient_sums import spare_memory_traffic
 from zerolm.engine.gradients import gradients
 
@@ -73,7 +74,7 @@ def figures(config: dict) -> dict[str, Any]:
 
     feature = documented_feature()(SimpleNamespace(settings=None))
     feature.attach(SimpleNamespace(engine=engine))
-    feature.summed(sum_over_ranks(feature.sums([])).tolist())
+    feature.summed(NamedSums(engine.device).sum(feature.sums([])))
     (share,) = feature.row(None).values()
     total = sum(each.numel() for each in expected.values())
     result = {

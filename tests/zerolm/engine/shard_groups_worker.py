@@ -34,9 +34,9 @@ from zerolm.engine.gradient_sums import spare_memory_traffic
 from zerolm.engine.shard_groups import sharding_within
 from zerolm.engine.states import states
 from zerolm.engine.step_gate import StepGate
+from zerolm.health.norms import Blocks, UpdateMeter
 from zerolm.integrity.checks import flip_bit
 from zerolm.integrity.seal import Seal
-from zerolm.train.norms import Blocks, UpdateMeter
 
 WIDTH, ACCUMULATION, STEPS, BUCKET, GROUP = 24, 2, 5, 200, 2
 COLLECTIVES = {

@@ -1,7 +1,8 @@
 """One rank of test_step_gate.py: checks for each ds config that a refused step changes nothing.
 
 Two engines train on the same batches. One of them gets further batches, whose steps are refused:
-for their norm, before they start, or for a NaN on one rank.
+for their norm, before they start, or for a NaN on one rank. Further engines scale the gradients of
+parameters before `gradient_clipping`.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from torch import nn
 
 from tests.ds_config_checks import run_checks
 from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.gradients import gradients
+from zerolm.engine.states import master_partitions
 from zerolm.engine.step_gate import StepGate
 
 WIDTH, ROWS = 48, 8
@@ -68,6 +71,34 @@ def digest(engine: Any) -> str:
     return digest.hexdigest()
 
 
+def clipping_problems(config: dict, batch: int, norm: float) -> list[str]:
+    """Return how the norm of Adam's first moment after a step, a tenth of the clipped gradient's,
+    differs from what a scale by parameter and `gradient_clipping` give.
+    """
+    problems, scale = [], 0.25
+    for clip_norm in (2 * scale * norm, 0.5 * scale * norm):  # above the scaled norm; below it
+        engine = new_engine(config)
+        gate = StepGate(engine)
+        gate.clip_norm = clip_norm
+
+        def clip_parameters(engine: Any = engine) -> float:
+            for _, values in gradients(engine):
+                values.mul_(scale)
+            return scale
+
+        gate.clip_parameters = clip_parameters
+        backward(engine, batch)
+        gate.step(engine, False, lambda norm: False)
+        state = engine.optimizer.optimizer.state
+        moments = [state[each]["exp_avg"] for each in master_partitions(engine) if each in state]
+        squares = gather_objects(sum(float(each.float().square().sum()) for each in moments))
+        found, expected = sum(squares) ** 0.5, 0.1 * min(clip_norm, scale * norm)
+        if abs(found / expected - 1) > 1e-2:  # bfloat16 gradients are 4e-3 apart
+            problems.append(f"clipping at {clip_norm}: first moment {found}, not {expected}")
+        engine.destroy()
+    return problems
+
+
 def problems_of(config: dict) -> list[str]:
     muon = config["optimizer"]["type"] == "Muon"
     problems = []
@@ -111,6 +142,8 @@ def problems_of(config: dict) -> list[str]:
             problems.append(f"batch {batch}: the two engines differ")
     for engine in (undisturbed, disturbed):
         engine.destroy()
+    if not muon:
+        problems += clipping_problems(config, GOOD[0], norms[0])
     return [line for lines in gather_objects(problems) for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""A refused step changes no bit, at any ZeRO stage, precision and offload."""
+"""A refused step changes no bit, and gradients may be scaled by parameter, in any precision."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ SOME = {
 @pytest.mark.parametrize(
     "soak", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "others"]
 )
-def test_a_refused_step_changes_no_bit_and_does_not_affect_later_steps(tmp_path, soak):
+def test_a_refused_step_changes_no_bit_and_gradients_are_scaled_by_parameter(tmp_path, soak):
     chosen = {name: config for name, config in configs().items() if soak != (name in SOME)}
     assert soak or chosen.keys() == SOME
     for config in chosen.values():

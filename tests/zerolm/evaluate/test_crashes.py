@@ -71,7 +71,7 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
         val_data=("shards",), eval_interval=1, micro_batch_size=1, seq_len=8, total_tokens=1000
     )
     plan = SimpleNamespace(
-        settings=settings, run_dir=run_dir, profile=SimpleNamespace(zero_stage=zero_stage),
+        settings=settings, run_dir=run_dir, ds=SimpleNamespace(zero_stage=zero_stage),
         model=SimpleNamespace(config=AutoConfig.for_model(**LLAMA)),
         val_sources=[], val_source_names=[], val_sequences=1,
     )  # fmt: skip

@@ -161,3 +161,26 @@ def test_vocabularies_compare_without_special_tokens(base, tmp_path) -> None:
     tokenizer.add_tokens(["quux"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert not gives_equal_ids(base / "tokenizer", tmp_path)
+
+
+def test_documents_of_the_training_data_are_refused_where_it_is_named(base, tmp_path) -> None:
+    from data_prep.__main__ import main as data
+
+    words = ["split", base / "shards", "--output", tmp_path, "--parts", "train=0.5,val=0.5"]
+    assert data([str(word) for word in words]) == 0
+
+    def lines(training: object, validation: object) -> list[str]:
+        given = {"data": (str(training),)} if training else {}
+        settings = RunSettings(
+            val_data=(str(validation),), seq_len=SEQ_LEN, eval_tokens=SEQ_LEN, **given
+        )
+        printed: list[str] = []
+        evaluate_export(base / "model", settings, print_line=lambda line: printed.append(str(line)))
+        return printed
+
+    note = "note: not compared with the training data. Give its shards by --data"
+    assert note in lines(None, tmp_path / "val")
+    assert note not in lines(tmp_path / "train", tmp_path / "val")
+    for training in (base / "shards", tmp_path / "val", f"{base / 'shards'}=0.7"):
+        with pytest.raises(ConfigError, match="they would not be held out"):
+            lines(training, tmp_path / "val")

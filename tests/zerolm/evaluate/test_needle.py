@@ -38,7 +38,7 @@ def nothing(input_ids, **_):
 
 
 def measured(model, source):
-    options = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "rank": 0, "world_size": 1}
+    options = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "shard": 0, "num_shards": 1}
     held_out = HeldOut([source], ["text"], ITEMS, options, None)
     suite = Needle(RunSettings(needle_items=ITEMS), held_out)
     return suite.measure(ModelRunner(model, "cpu", None, SEQ_LEN, 200)).figures

@@ -12,6 +12,7 @@ from zerolm.evaluate.samples import num_points_passed, read_prompts, sample_seed
 from zerolm.evaluate.sampling import (
     Prompt,
     SamplingOptions,
+    continuation,
     generate,
     streamed_text,
     token_probabilities,
@@ -68,6 +69,23 @@ def test_greedy_text_equals_that_of_transformers(settings) -> None:
             pad_token_id=0,
         )  # fmt: skip
         assert new == theirs[0, len(ids) :].tolist()
+
+
+def test_the_older_name_of_a_cache_is_not_read_where_the_newer_one_is() -> None:
+    """It warns, since transformers 5.24."""
+
+    class Outputs:
+        logits, cache = torch.eye(5)[None], "state"
+
+        @property
+        def past_key_values(self) -> None:
+            raise AssertionError("deprecated")
+
+    calls: list[dict] = []
+    texts = continuation(lambda **given: calls.append(given) or Outputs(), Prompt([1, 2], 3), "cpu")
+    assert len([next(texts) for _ in range(3)]) == 3
+    assert [call.get("cache") for call in calls] == [None, "state", "state"]
+    assert [call["input_ids"].shape[1] for call in calls] == [2, 1, 1]
 
 
 def test_a_text_depends_only_on_its_own_seed() -> None:

@@ -5,10 +5,11 @@ import tiktoken
 from transformers import AutoTokenizer
 
 from data_prep.tokenizer.load import load_tokenizer
+from tests.data_prep.templates import with_template
 from tests.texts import VOCABULARY, paragraphs, write_tokenizer
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate.likelihood import Row
-from zerolm.evaluate.text_coder import TextCoder, max_length
+from zerolm.evaluate.text_coder import TextCoder, max_length, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,27 @@ def test_rows_equal_those_of_lm_eval(directory, context, continuation) -> None:
     request = type("Request", (), {"args": (context, continuation)})
     ((_, before, scored),) = Theirs().loglikelihood([request], disable_tqdm=True)
     assert coder.row(context, continuation) == Row(before + scored, len(scored))
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_template_never_takes_the_place_of_an_answer(directory, tmp_path, before, after) -> None:
+    """Its BOS precedes texts as it does in the shards, and its EOS is left out."""
+    tokenizer = with_template(directory, tmp_path / "tokenizer", before, after)
+    plain = AutoTokenizer.from_pretrained(directory)
+    whole = AutoTokenizer.from_pretrained(tokenizer)
+    context, answer = plain.encode("The class"), plain.encode(" statement")
+    bos = [whole.bos_token_id]
+    assert whole.encode("The class") == bos * before + context + [plain.eos_token_id] * after
+    for given, expected in ((None, bos * before), ([], []), (bos, bos)):
+        coder = TextCoder(tokenizer, plain.eos_token_id, given)
+        row = coder.row("The class", " statement")
+        assert row == Row([*expected, *context, *answer], len(answer))
+        assert prompt_ids(coder, "The class") == [*expected, *context]
+        assert prompt_ids(coder, "") == (expected or [plain.eos_token_id])
+        assert coder.encode("<bos>The class") == [*bos, *context]  # no second one
+        trained = expected or [plain.eos_token_id] if before else bos
+        assert coder.row("", "The class") == Row([*trained, *context], len(context))
 
 
 def test_decoding_restores_the_text_and_skips_unknown_ids(directory, with_tiktoken) -> None:

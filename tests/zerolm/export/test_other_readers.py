@@ -103,6 +103,26 @@ def export(case: str, directory: Path, tokenizer: Path) -> str:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "stablelm"])
+def test_a_rotated_share_that_a_family_ignores_is_not_exported(family, tmp_path, monkeypatch):
+    """transformers 4's Mistral obeys it, and then fails."""
+    share = {"partial_rotary_factor": 0.5}
+    plain = {"model_type": family, "head_dim": None}
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    written, said = {}, {}
+    for name, more in (("plain", {}), ("share", share)):
+        monkeypatch.setitem(CASES, name, {**plain, **more})
+        said[name] = export(name, tmp_path / name, tokenizer)
+        written[name] = json.loads((tmp_path / name / "config.json").read_text())
+    if family == "stablelm":  # its own default is 0.25
+        assert written["share"]["rope_parameters"].items() >= share.items()
+        assert "is left out" not in said["share"]
+    else:
+        assert written["share"] == written["plain"]
+        line = f"partial_rotary_factor 0.5 is left out, since {family} rotates all 8 values"
+        assert line in said["share"] and line not in said["plain"]
+
+
 def write_tokenizer(directory: Path) -> Path:
     train_bpe([*TEXTS] * 9, BpeOptions(300), directory, progress=False)
     return directory

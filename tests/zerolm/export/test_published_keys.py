@@ -6,7 +6,7 @@ import math
 import pytest
 from transformers import CONFIG_MAPPING
 
-from zerolm.export.older_keys import add_older_keys
+from zerolm.export.older_keys import add_older_keys, dropped
 from zerolm.model.config_file import load_model_config
 from zerolm.model.published_keys import FAMILIES, PERIODS, published_keys
 from zerolm.pretrained.source_config import compare
@@ -124,3 +124,21 @@ def test_layers_without_a_period_are_named_and_have_no_key_for_it(model_type, ke
     config.save_pretrained(tmp_path)
     (notice,) = add_older_keys(tmp_path, config)
     assert f"{model_type}'s layer_types are not periodic, so {key} cannot" in notice
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "base", "programs"),
+    [
+        ("llama", "default", 5e5, []),
+        ("llama", "llama3", 5e5, ["ctranslate2"]),
+        ("gemma", "linear", 1e4, ["ctranslate2", "mlx-lm"]),
+        ("gpt_neox", "default", 5e5, ["ctranslate2"]),
+        ("gpt_neox", "default", 1e4, []),
+        ("phi3", "longrope", 1e4, []),
+    ],
+)
+def test_programs_that_drop_rotary_embeddings_are_named(family, kind, base, programs):
+    """As `python -m tests.readers` found with the variants of its models."""
+    config = CONFIG_MAPPING[family]()
+    config.rope_parameters = {"rope_type": kind, "rope_theta": base}
+    assert [line.split()[0] for line in dropped(config)] == programs

@@ -61,6 +61,6 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path) -> None:
 def test_states_on_nvme_are_refused(base) -> None:
     plan = check.check(command(base, FLAG), {})
 
-    on_disk = replace(plan, profile=replace(plan.profile, optimizer_offload="nvme"))
+    on_disk = replace(plan, ds=replace(plan.ds, optimizer_offload="nvme"))
     [line] = memory_copies.MemoryCopies.host_problems(on_disk, {})
     assert "states on NVMe cannot be copied to memory" in line

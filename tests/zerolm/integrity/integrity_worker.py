@@ -39,7 +39,6 @@ def flip(run, place: str, step: int) -> None:
 
 
 def train(job: dict, device) -> dict:
-    import pretrain
     from zerolm import features
     from zerolm.common.errors import CorruptionError
     from zerolm.distributed import collectives
@@ -48,6 +47,7 @@ def train(job: dict, device) -> dict:
     from zerolm.integrity.digests import digest
     from zerolm.preflight import check
     from zerolm.train import resume, stability
+    from zerolm.train.engine_building import build_engine
     from zerolm.train.run import Run
 
     seal.MAX_INTERVAL = 1  # digests in every step, however slow this machine is
@@ -57,7 +57,7 @@ def train(job: dict, device) -> dict:
         Path(plan.settings.run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
     collectives.barrier()
     wanted = features.build(plan)
-    engine = pretrain.build_engine(plan, wanted, device, partial(collectives.print_rank0, RANK))
+    engine = build_engine(plan, wanted, device, partial(collectives.print_rank0, RANK))
     run = Run(plan, engine, wanted, device, stability.StopRequest(None))
     resume.start(run)
     batches, error = run.batches(), None

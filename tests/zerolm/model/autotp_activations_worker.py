@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from tests.launching import LLAMA, VOCABULARY
 from zerolm.model.build import build_model
-from zerolm.model.loss import token_losses
+from zerolm.model.forward import token_losses
 from zerolm.optim.parameter_groups import parameter_groups
 
 SEQ_LEN = 64

@@ -17,7 +17,7 @@ from zerolm.model import activation_memory
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import decoder_blocks
 from zerolm.model.compile import remove_output_recorders
-from zerolm.model.loss import token_losses
+from zerolm.model.forward import token_losses
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 

@@ -120,7 +120,7 @@ def test_a_config_file_without_a_buildable_model_is_named(tmp_path):
     path.write_text(json.dumps({**LLAMA, "hidden_act": "sillu"}))
     with pytest.raises(ConfigError) as refused:
         Model.load(str(path))
-    assert str(refused.value).startswith(f"{path}: a 'llama' model cannot be built")
+    assert str(refused.value).startswith(f"{path}: hidden_act: 'sillu' is not known")
 
 
 def test_the_text_part_of_a_larger_config_can_be_asked_for_its_router_loss():

@@ -338,9 +338,11 @@ def test_the_documented_algorithm_gives_the_same_weights(family):
 @pytest.mark.parametrize(("rank", "kept"), [(0, 4), (1, 3), (2, 0)])
 def test_the_padding_of_partitions_is_zero(rank, kept, monkeypatch):
     """Of 7 values on ranks with 4 places each; DeepSpeed leaves old memory in the others."""
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
     parameter: Any = torch.nn.Parameter(torch.empty(0))
     parameter.ds_numel, parameter.ds_tensor = 7, torch.full((4,), 9.0)
+    parameter.ds_process_group, parameter.ds_shape = None, torch.Size([7])
+    parameter.ds_tensor.ds_numel = 4
     parameter.ds_tensor.status = types.SimpleNamespace(name="AVAILABLE")
     model = torch.nn.Module()
     model.weight = parameter

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.zerolm.model.live_bytes import LiveBytes
 from zerolm.model import activation_memory, chunked_loss
-from zerolm.model.loss import IGNORED, squared_log_partitions, token_losses
+from zerolm.model.forward import token_losses
+from zerolm.model.loss import IGNORED, squared_log_partitions
 
 VOCABULARY = 1000
 SIZES = {

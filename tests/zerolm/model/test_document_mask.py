@@ -405,8 +405,10 @@ def test_the_mask_check_refuses_a_kernel_that_ignores_documents(monkeypatch, pre
     said = check_mask(model, precision)
     assert "kept apart by eager: losses are bit-identical" in said
 
-    monkeypatch.setattr("zerolm.model.loss.isolating_inputs", lambda *_: {"attention_mask": None})
-    monkeypatch.setattr("zerolm.model.loss.isolating_masks", lambda *_: nullcontext())
+    monkeypatch.setattr(
+        "zerolm.model.forward.isolating_inputs", lambda *_: {"attention_mask": None}
+    )
+    monkeypatch.setattr("zerolm.model.forward.isolating_masks", lambda *_: nullcontext())
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
     with pytest.raises(ConfigError, match=r"--document_mask: with eager .* are not kept apart"):
         check_mask(model, precision)

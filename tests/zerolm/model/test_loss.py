@@ -4,6 +4,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.launching import LLAMA
+from zerolm.model.forward import token_losses
 from zerolm.model.loss import (
     IGNORED,
     balance_loss,
@@ -11,7 +12,6 @@ from zerolm.model.loss import (
     cross_entropies,
     router_z_loss,
     sums_by_source,
-    token_losses,
 )
 
 

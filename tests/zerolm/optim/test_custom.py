@@ -5,9 +5,10 @@ import sys
 import pytest
 import torch
 
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config.optimizers import optimizer_problems
 from zerolm.ds_config.profile import Profile
-from zerolm.optim import custom
+from zerolm.optim import custom, trial
 from zerolm.plan import memory
 
 SOURCE = """
@@ -39,7 +40,8 @@ class Clipped(SignSGD):
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.add_(parameter.grad / max(1, parameter.grad.norm() / 100), alpha=-1e-3)
+                norm = max(1, parameter.grad.norm() / 100)
+                parameter.add_(parameter.grad / norm, alpha=-group["lr"])
 
 class Keywords(SignSGD):
     def __init__(self, params, **options):
@@ -79,9 +81,9 @@ def test_an_elementwise_optimizer_is_accepted_and_its_states_are_counted():
     keywords = profile("own_optimizers.Keywords", momentum=0.5)
     assert optimizer_problems(keywords, on_gpu=False) == []
     shapes = {"weight": (10, 10)}
-    assert memory.model_states(shapes, found, 1).optimizer == 4 * 100
+    assert memory.model_states(shapes, found, Layout(1)).optimizer == 4 * 100
     adamw = Profile.parse({"zero_optimization": {"stage": 1}})
-    assert memory.model_states(shapes, adamw, 1).optimizer == 8 * 100
+    assert memory.model_states(shapes, adamw, Layout(1)).optimizer == 8 * 100
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_what_cannot_be_used_is_one_line_with_the_reason(name, params, text):
 
 @pytest.mark.parametrize(("name", "moments"), [("SGD", 0), ("RMSprop", 1), ("AdamW", 2)])
 def test_states_of_torchs_optimizers_are_counted_by_a_step(name, moments):
-    assert custom.num_moments(name, {}) == moments
+    assert trial.num_moments(name, {}) == moments
 
 
 def test_betas_are_those_of_the_constructor():

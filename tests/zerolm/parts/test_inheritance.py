@@ -98,7 +98,7 @@ def test_a_temperature_of_the_trunk_can_be_taken_back(inputs, tmp_path):
     make_run(inputs, tmp_path / "trunk", "--data web --data val --mixture_temperature 4")
     for run, flags in (("one", "--mixture_temperature 1"), ("none", "--no-mixture_temperature")):
         plan = begin(tmp_path / "trunk", flags, run=run)
-        begins = plan.mixture.stages[1].start
+        begins = plan.mixture.blends[1].start
         assert begins >= 20 * 16
         sources = plan.order()(range(begins, begins + 21 * 64)).source.tolist()
         assert (sources.count(0), sources.count(1)) == (20 * 64, 64), "as their sizes"
@@ -107,7 +107,7 @@ def test_a_temperature_of_the_trunk_can_be_taken_back(inputs, tmp_path):
         with pytest.raises(ConfigError, match="--no-mixture_temperature"):
             plan_of(tmp_path / "trunk", "--mixture_temperature 3", run=run)
     weighted = plan_of(tmp_path / "trunk", data.replace("/web", "/web=1").replace("/val", "/val=1"))
-    assert weighted.mixture.stages[1].weights == (1.0, 1.0)
+    assert weighted.mixture.blends[1].weights == (1.0, 1.0)
     assert refused(tmp_path / "trunk", "--data_stage 9k:web=1", "--seq_len 7")
 
 

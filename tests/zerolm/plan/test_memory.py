@@ -8,6 +8,7 @@ import pytest
 
 from tests.launching import LAUNCH_SECONDS, ROOT, environment, free_port, kill_session
 from tests.zerolm.plan.memory_cases import MODELS, SEQ_LEN, cases, config
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.model.architecture import num_parameters, parameter_shapes
 from zerolm.plan import memory, muon_memory
@@ -44,7 +45,7 @@ def test_model_states_are_predicted_within_one_percent(world_size, tmp_path):
     found = measured(world_size, tmp_path)
     wrong, shapes = [], {name: parameter_shapes(one) for name, one in MODELS.items()}
     for name, model, ds in cases(world_size):
-        states = memory.model_states(shapes[model], Profile.parse(ds), world_size)
+        states = memory.model_states(shapes[model], Profile.parse(ds), Layout(world_size))
         counted = sum(found[name][component] for component in COMPONENTS)
         predicted = states.device + states.host - states.secondary
         print(f"{world_size} rank(s), {name}: {counted} counted, {predicted / counted - 1:+.2%}")
@@ -62,7 +63,7 @@ def test_model_states_equal_those_of_the_zero_paper(stage, gigabytes):
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 devices."""
     shapes = {"weights": (7_500_000_000 // 64, 64)}
     ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}}
-    states = memory.model_states(shapes, Profile.parse(ds), 64)
+    states = memory.model_states(shapes, Profile.parse(ds), Layout(64))
     assert states.device / 1e9 == pytest.approx(gigabytes, rel=0.01) and states.host == 0
 
 
@@ -71,13 +72,13 @@ def test_hpz_keeps_a_second_copy_of_the_weights_that_the_micro_batch_makes_room_
     zero = {"stage": 3, "zero_hpz_partition_size": 8}
     ds = {"zero_optimization": zero, "bf16": {"enabled": True}}
     profile = Profile.parse(ds)
-    states = memory.model_states(shapes, profile, 64)
+    states = memory.model_states(shapes, profile, Layout(64))
     assert states.secondary == 2 * 640_000 / 8
-    assert memory.model_states(shapes, profile, 4).secondary == 2 * 640_000 / 4
+    assert memory.model_states(shapes, profile, Layout(4)).secondary == 2 * 640_000 / 4
     plain = Profile.parse({**ds, "zero_optimization": {"stage": 3}})
-    assert states.device - memory.model_states(shapes, plain, 64).device == states.secondary
+    assert states.device - memory.model_states(shapes, plain, Layout(64)).device == states.secondary
     zero |= {f"offload_{each}": {"device": "cpu"} for each in ("optimizer", "param")}
-    moved = memory.model_states(shapes, Profile.parse(ds), 64)
+    moved = memory.model_states(shapes, Profile.parse(ds), Layout(64))
     assert moved.secondary == 0 and moved.host_weights > 2 * 640_000 / 8
     sizes = [
         memory.fitting_micro_batch(
@@ -86,7 +87,7 @@ def test_hpz_keeps_a_second_copy_of_the_weights_that_the_micro_batch_makes_room_
             config=MODELS["llama"],
             shapes=shapes,
             profile=one,
-            world_size=64,
+            layout=Layout(64),
             memory_bytes=4_560_000,
             checkpointing=False,
         )
@@ -101,7 +102,9 @@ def test_a_moving_average_adds_four_bytes_per_value_where_the_moments_are(stage,
     shapes = parameter_shapes(MODELS["llama"])
     shard = num_parameters(shapes) / 2
     profile = Profile.parse(config(stage, offload, "bf16+fp32", 2, 2))
-    without, states = (memory.model_states(shapes, profile, 2, kept_bytes=kept) for kept in (0, 4))
+    without, states = (
+        memory.model_states(shapes, profile, Layout(2), kept_bytes=kept) for kept in (0, 4)
+    )
     added = states.device - without.device, states.host - without.host
     expected = (4 * shard, 0) if offload == "none" else (0, 4 * shard)
     assert added == pytest.approx(expected, rel=0.01)
@@ -112,10 +115,12 @@ def test_a_moving_average_adds_four_bytes_per_value_where_the_moments_are(stage,
 
 def test_weights_on_the_host_leave_the_device_without_the_optimizer_too():
     shapes = parameter_shapes(MODELS["llama"])
-    plain = memory.model_states(shapes, Profile.parse(config(3, "none", "bf16+fp32", 2, 2)), 2)
+    plain = memory.model_states(
+        shapes, Profile.parse(config(3, "none", "bf16+fp32", 2, 2)), Layout(2)
+    )
     ds = config(3, "none", "bf16+fp32", 2, 2)
     ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    moved = memory.model_states(shapes, Profile.parse(ds), 2)
+    moved = memory.model_states(shapes, Profile.parse(ds), Layout(2))
     assert moved.host == moved.host_weights == plain.device - moved.device > 0
     assert (moved.optimizer, moved.master) == (plain.optimizer, plain.master)
 
@@ -124,10 +129,10 @@ def test_offload_leaves_only_the_weights_on_the_device():
     shapes = parameter_shapes(MODELS["llama"])
     total = num_parameters(shapes)
     offloaded = Profile.parse(config(2, "optimizer", "bf16+fp32", 2, 2))
-    kept = memory.model_states(shapes, offloaded, 2)
+    kept = memory.model_states(shapes, offloaded, Layout(2))
     assert kept.device == 2 * total and kept.host > 6 * total
     offloaded = Profile.parse(config(3, "both", "bf16+fp32", 2, 2))
-    gone = memory.model_states(shapes, offloaded, 2)
+    gone = memory.model_states(shapes, offloaded, Layout(2))
     assert gone.device < 0.01 * total
 
 

@@ -14,14 +14,14 @@ from zerolm.preflight import check
 def test_a_good_command_becomes_a_plan(inputs):
     change = "--data web=3 --data code=1 --val_data val --micro_batch_size 4 --wandb off"
     plan = check.check(command(inputs, change), {"WORLD_SIZE": "2"})
-    assert (plan.world_size, plan.settings.micro_batch_size, plan.profile.accumulation) == (2, 4, 2)
+    assert (plan.world_size, plan.settings.micro_batch_size, plan.ds.accumulation) == (2, 4, 2)
     assert plan.batch_schedule.batch_sequences == 16
     assert (plan.total_steps, plan.total_sequences) == (100, 1600)
-    assert plan.profile.batch_size == 16 and plan.profile.zero_stage == 2
+    assert plan.ds.batch_size == 16 and plan.ds.zero_stage == 2
     assert plan.weights == [3, 1] and plan.source_names == ["web", "code"]
     assert plan.val_sequences == 31 and plan.val_source_names == ["val"]
     assert plan.learning_rate(51200) == pytest.approx(0.1 * plan.settings.learning_rate)
-    assert plan.profile.precision == "bf16" and plan.settings.weight_decay == 0.1
+    assert plan.ds.precision == "bf16" and plan.settings.weight_decay == 0.1
     assert json.loads(json.dumps(plan.settings.to_json())) == plan.settings.to_json()
     assert f"{plan.model.num_parameters:,} parameters" in plan.summary()
     assert not (inputs / "run").exists()
@@ -29,7 +29,7 @@ def test_a_good_command_becomes_a_plan(inputs):
 
 def test_default_betas_depend_on_the_optimizer(inputs):
     lion = check.check(command(inputs, "--deepspeed_config lion.json --beta1 0.8"), {})
-    assert lion.profile.optimizer.params["betas"] == [0.8, 0.99]
+    assert lion.ds.optimizer.params["betas"] == [0.8, 0.99]
     assert (lion.settings.beta1, lion.settings.beta2) == (0.8, 0.99)
     adagrad = check.check(command(inputs, "--deepspeed_config adagrad.json"), {})
     assert (adagrad.settings.beta1, adagrad.settings.beta2) == (None, None)
@@ -50,7 +50,7 @@ def test_batches_and_rates_do_not_depend_on_the_world_size(inputs, world_size):
     assert plan.settings.total_tokens == 20 * plan.model.num_parameters
     assert (
         plan.batch_schedule.batch_sequences
-        == plan.settings.micro_batch_size * plan.profile.accumulation * world_size
+        == plan.settings.micro_batch_size * plan.ds.accumulation * world_size
     )
 
 
@@ -62,7 +62,7 @@ def test_check_plans_for_devices_that_are_not_here(inputs):
     kept = [re.search(r"about (.*) of activations", one.summary())[1] for one in (plan, compiled)]
     assert float(kept[1].split()[0]) < float(kept[0].split()[0]) and kept[1][-3:] == kept[0][-3:]
     assert plan.world_size == 512 and plan.batch_schedule.batch_sequences == 2 * 4 * 512
-    assert plan.profile.optimizer.params["torch_adam"] is True
+    assert plan.ds.optimizer.params["torch_adam"] is True
     assert "devices               512 x H100, not on this machine\n" in plan.summary()
 
 

@@ -39,9 +39,9 @@ def add_checkpoint(run_dir, plan, step):
     manifest = {
         **WRITTEN,
         "format": FORMAT, "version": VERSION, "files": [listed], "progress": vars(progress),
-        "world_size": plan.world_size, "zero_stage": plan.profile.zero_stage,
-        "optimizer": topology.optimizer_kind(plan.profile), "precision": plan.profile.precision,
-        "cut": topology.sharding(plan.profile), "order": run_record.data_order(plan),
+        "world_size": plan.world_size, "zero_stage": plan.ds.zero_stage,
+        "optimizer": topology.optimizer_kind(plan.ds), "precision": plan.ds.precision,
+        "cut": topology.sharding(plan.ds, plan.layout), "order": run_record.data_order(plan),
     }  # fmt: skip
     return directory.publish(temporary, manifest)
 
@@ -231,8 +231,8 @@ def test_other_weights_and_sources_are_a_stage_from_the_branch_point(inputs, tru
     plan = begin(trunk, flags, "--total_tokens 25600")
     old = check.check(command(inputs, f"--run_dir {trunk} {WSD}"), {})
     start = 16 * 20  # sequences
-    assert [stage.start for stage in plan.mixture.stages] == [0, start]
-    assert plan.mixture.stages[1].weights == (1.0, 3.0)
+    assert [blend.start for blend in plan.mixture.blends] == [0, start]
+    assert plan.mixture.blends[1].weights == (1.0, 3.0)
     numbers = np.arange(start, start + 640)
     ours, theirs = plan.order()(numbers), old.order()(numbers)
     web = ours.window[ours.source == 0]

@@ -79,11 +79,11 @@ def test_a_longer_branch_reads_what_the_trunk_has_not(
     flags = f"--seq_len 128 --model_config {long_config} --total_tokens 102400"
     plan = begin(tmp_path / "trunk", f"--branch {tmp_path}/trunk@{steps}", flags)
     start = -(-16 * steps * 32 // 128)
-    stage = plan.mixture.stages[-1]
-    assert stage.start == start
+    blend = plan.mixture.blends[-1]
+    assert blend.start == start
     in_block = 64 if 16 * steps % 64 and "code" in data else 0
     counts = trunk.order().counts(16 * steps).tolist()
-    assert list(stage.consumed) == [-(-count // 4) for count in counts] or in_block
+    assert list(blend.consumed) == [-(-count // 4) for count in counts] or in_block
     require_disjoint([trunk, plan], [(0, 16 * steps), (start, start + 640)], in_block)
     (notice,) = [line for line in plan.notices if "sequences of 128 tokens instead of 32" in line]
     assert notice.endswith(
@@ -110,9 +110,9 @@ def test_two_longer_stages_follow_each_other(inputs, tmp_path, long_config) -> N
         tmp_path / "trunk", f"--branch {tmp_path}/branch@16", "--seq_len 128", flags, run="last"
     )
     assert last.mixture.group == 1
-    assert [stage.start for stage in last.mixture.stages] == [0, 32, 64]
+    assert [blend.start for blend in last.mixture.blends] == [0, 32, 64]
     require_disjoint([trunk, first, last], [(0, 128), (64, 128), (64, 704)])
-    # A branch of the same length keeps the windows that were consumed before the longer stage.
+    # A branch of the same length keeps the windows that were consumed before the longer blend.
     _add(tmp_path / "last", last, 20)
     decay = begin(
         tmp_path / "trunk", f"--branch {tmp_path}/last@20", "--total_tokens 51200", run="decay"
@@ -139,15 +139,15 @@ def test_other_data_and_later_stages_of_a_longer_branch(inputs, tmp_path, long_c
     flags = f"--seq_len 128 --model_config {long_config}"
     same = plan_of(tmp_path / "trunk", flags)
     consumed = tuple(-(-count // 4) for count in trunk.order().ends(320).tolist())
-    assert [(s.start, s.weights, s.consumed) for s in same.mixture.stages] == [
+    assert [(s.start, s.weights, s.consumed) for s in same.mixture.blends] == [
         (0, (1.0, 0.0), None), (40, (1.0, 1.0), None), (80, (1.0, 1.0), consumed),
         (157, (0.0, 1.0), None),
     ]  # fmt: skip
     new = shards(tmp_path / "books", seed=9)
     more = plan_of(tmp_path / "trunk", flags, f"--data {new}=3 --data {inputs}/code=1")
     assert more.source_names == ["web", "code", "books"]
-    stage = more.mixture.stages[-1]
-    assert (stage.start, stage.weights, stage.consumed) == (80, (0.0, 1.0, 3.0), (*consumed, 0))
+    blend = more.mixture.blends[-1]
+    assert (blend.start, blend.weights, blend.consumed) == (80, (0.0, 1.0, 3.0), (*consumed, 0))
     ours = tokens_read(more, 80, 140)
     theirs = tokens_read(trunk, 0, 320)
     assert not set(ours["code", 0]) & set(theirs["code", 0]) and ("web", 0) not in ours

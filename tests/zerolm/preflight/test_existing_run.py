@@ -54,7 +54,7 @@ def test_disk_too_small_for_one_checkpoint_is_refused_and_for_all_reported(input
 def test_a_branch_on_another_file_system_needs_room_for_its_copy(inputs, a_run, monkeypatch):
     plan = check.check(command(inputs), {})
     trunk = SimpleNamespace(directory=a_run, size_bytes=1)
-    size = memory.checkpoint_bytes(plan.model.shapes, plan.profile)
+    size = memory.checkpoint_bytes(plan.model.shapes, plan.ds)
     monkeypatch.setattr(existing_run, "checkpoint_room", lambda *_: (size, 0))
     for copied, refused in ((False, 0), (True, 1)):
         monkeypatch.setattr(machine, "same_file_system", lambda *_, same=not copied: same)
@@ -88,9 +88,9 @@ def add_checkpoint(run_dir, plan, position=16, **cut):
     manifest = {
         **WRITTEN,
         "format": FORMAT, "version": VERSION, "files": [], "progress": vars(progress),
-        "world_size": plan.world_size, "zero_stage": plan.profile.zero_stage,
-        "optimizer": topology.optimizer_kind(plan.profile),
-        "cut": {**topology.sharding(plan.profile), **cut},
+        "world_size": plan.world_size, "zero_stage": plan.ds.zero_stage,
+        "optimizer": topology.optimizer_kind(plan.ds),
+        "cut": {**topology.sharding(plan.ds, plan.layout), **cut},
     }  # fmt: skip
     directory.publish(temporary, manifest)
 
@@ -184,11 +184,11 @@ def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monk
     change = f"--run_dir {tmp_path} --deepspeed_config {PROFILES / 'zero2.json'}"
     cpu(monkeypatch, "EPYC 9455", 0.5)
     first = check.check(command(inputs, change), {})
-    assert first.profile.precision == "bf16" and not any("bf16" in one for one in first.notices)
+    assert first.ds.precision == "bf16" and not any("bf16" in one for one in first.notices)
     write_record(tmp_path, first)
     cpu(monkeypatch, "EPYC 7763", 57.0)
     second = check.check(command(inputs, change), {})
-    assert second.profile == first.profile
+    assert second.ds == first.ds
     notices = "\n".join(second.notices)
     assert (
         f"since the run of {tmp_path}/run.json started with it on EPYC 9455; a new run" in notices
@@ -198,7 +198,7 @@ def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monk
     assert "precision: bf16 -> fp32 (" in problem
     assert "the run started on EPYC 9455, this is EPYC 7763" in problem
     new = check.check(command(inputs, f"{change} --run_dir {tmp_path / 'new'}"), {})
-    assert new.profile.precision == "fp32"
+    assert new.ds.precision == "fp32"
     assert "EPYC 7763 multiplies bf16 57 times slower than float32" in "\n".join(new.notices)
 
 
@@ -225,7 +225,7 @@ def test_settings_from_run_json_give_the_same_plan(inputs, a_run, tmp_path_facto
     first = check.check(command(inputs, f"--run_dir {a_run}"), {})
     words = ["--settings", str(a_run / "run.json"), "--run_dir", str(elsewhere)]
     again = check.check(words, {})
-    assert again.profile == first.profile
+    assert again.ds == first.ds
     old, new = first.settings.to_json(), again.settings.to_json()
     assert {key for key in old if old[key] != new[key]} == {"run_dir"}
 
@@ -273,6 +273,6 @@ def test_a_mixture_may_change_only_in_stages_that_have_not_started(inputs, tmp_p
     (problem,) = refusal(inputs, f"{flags} --data_stage 16k:web=1")
     assert "[1.0, 0.0] from sequence 500 (command line: --data_stage)" in problem
     record = json.loads((tmp_path / "run.json").read_text())
-    del record["mixture"]  # as in the record of an old run, which had one stage
+    del record["mixture"]  # as in the record of an old run, which had one blend
     write_json(tmp_path / "run.json", record)
     check.check(command(inputs, flags), {})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from tests.launching import ROOT, write_json
 from tests.zerolm.preflight.preflight_inputs import shards
@@ -46,10 +46,15 @@ def refusal(*args, **more) -> str:
     return str(refused.value)
 
 
-def with_tokenizer(directory, words: str):
+def with_tokenizer(directory, words: str, template: str = "$A"):
     vocabulary = {word: number for number, word in enumerate(words.split())}
     directory.mkdir(exist_ok=True)
-    Tokenizer(models.WordLevel(vocabulary)).save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words.split()[-1]))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template,
+        special_tokens=[(word, vocabulary[word]) for word in template.split() if word != "$A"],
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def test_the_config_of_the_source_is_used(base) -> None:
@@ -103,6 +108,30 @@ def test_shards_of_another_tokenizer_are_refused(base, ours, problem) -> None:
         assert f"data: its tokenizer differs from that of --init_from model: {problem}" in text
     else:
         assert not any("--init_from" in notice for notice in plan_of().notices)
+
+
+def test_weights_that_begin_and_end_texts_otherwise_are_named(base) -> None:
+    with_tokenizer(base / "data" / "tokenizer", "<eot> <bos> <im_end>")
+    with_tokenizer(base / "model", "<eot> <bos> <im_end>", "<bos> $A")
+    values = json.loads((base / "model" / "config.json").read_text())
+    (base / "model" / "generation_config.json").unlink()
+    for ends, is_named in ((0, False), ([2, 0], False), (2, True), (None, False)):
+        write_json(base / "model" / "config.json", {**values, "eos_token_id": ends})
+        notices = [line for line in plan_of().notices if line.startswith("--init_from model: ")]
+        end = "its eos_token_id is <im_end> (id 2), but documents in data end with <eot> (id 0)"
+        begin = "begins texts with <bos> (id 1), but documents in data begin with no BOS"
+        assert [any(part in line for line in notices) for part in (end, begin)] == [is_named, True]
+    write_json(base / "model" / "config.json", {**values, "eos_token_id": 2})
+    config = write_json(base / "named.json", {**values, "eos_token_id": 2, "bos_token_id": 1})
+    named = [line for line in plan_of(model_config=config).notices if "named.json" in line]
+    assert [line.split(": ", 1)[1] for line in named] == [
+        "eos_token_id: 2, but documents in data end with id 0, which an export has instead"
+    ]
+    with_tokenizer(base / "data" / "tokenizer", "<eot> <bos> <im_end>", "<bos> $A <eot>")
+    notices = plan_of().notices
+    assert any("the tokenizer puts <bos> (id 1) before each text" in line for line in notices)
+    assert any("the tokenizer puts <eot> (id 0) after each text" in line for line in notices)
+    assert not any("begins texts with" in line for line in notices)  # it is said once
 
 
 @pytest.mark.parametrize(

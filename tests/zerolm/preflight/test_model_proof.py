@@ -94,6 +94,21 @@ def test_models_that_see_the_future_are_refused(family, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("rope", "line"),
+    [
+        ({"rope_type": "default", "rope_theta": 0}, "rope_theta: 0: with sdpa and eager logits are "
+         "not finite. Use 10000.0."),
+        ({"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}, "factor: 0.0: with sdpa and "
+         "eager logits are not finite. Use 1.0."),
+    ],
+)  # fmt: skip
+def test_the_key_at_fault_is_named_and_no_other_kind_of_positions(rope, line, tmp_path):
+    """Falcon with `alibi` computes no rotary embeddings, so it would not show their fault."""
+    values = {**toy_config("falcon"), "rope_parameters": rope}
+    assert proven(values, tmp_path).problems == [f"rope_parameters.{line}"]
+
+
+@pytest.mark.parametrize(
     ("values", "line"),
     [
         (

@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.model_families.toy_configs import toy_config
+from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.features.expert_balance import ExpertBalance
 from zerolm.features.feature import Case
@@ -166,7 +167,7 @@ def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch)
 def test_a_router_loss_is_noticed_only_where_the_model_computes_one(family, noticed):
     """deepseek_v3 and others have the config key, but no code that reads it."""
     config = CONFIG_MAPPING[family]()
-    case = Case(RunSettings(), config, Profile.parse({}), 1, "cpu")
+    case = Case(RunSettings(), config, Profile.parse({}), Layout(1), "cpu")
     assert list(ExpertBalance.notices(case)) == []
     config.output_router_logits = True
     assert bool(list(ExpertBalance.notices(case))) == noticed
@@ -176,7 +177,9 @@ def test_losses_of_routers_are_refused_for_models_without_router_logits():
     settings = RunSettings(global_router_loss=True, router_z_loss=0.001, z_loss=1e-4)
 
     def found(config):
-        return list(ExpertBalance.problems(Case(settings, config, Profile.parse({}), 1, "cpu")))
+        return list(
+            ExpertBalance.problems(Case(settings, config, Profile.parse({}), Layout(1), "cpu"))
+        )
 
     problems = found(CONFIG_MAPPING["deepseek_v3"]())
     assert len(problems) == 2
@@ -209,7 +212,7 @@ def test_fp8_is_refused_without_bf16_on_older_gpus_and_without_linear_layers(mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
 
     def found(settings, config, profile, device):
-        return list(Fp8.problems(Case(settings, config, profile, 1, device)))
+        return list(Fp8.problems(Case(settings, config, profile, Layout(1), device)))
 
     gpt2 = layers("gpt2")  # its Conv1D is no linear layer
     precision, device, model = found(settings, gpt2, fp32, "cuda")

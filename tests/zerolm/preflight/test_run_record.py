@@ -39,8 +39,8 @@ def test_settings_that_an_old_record_lacks_were_off_as_they_are_by_default() -> 
 def test_stage_that_has_not_started_may_change() -> None:
     """The checkpoint is at sequence 651: ten windows were left out before it."""
     old = {**ORDER, "stages": [[704, [0.1, 0.9]]]}
-    for stages in ([[704, [1, 1]]], [[768, [0.1, 0.9]]], []):
-        assert carry_over(PROGRESS, old, {**ORDER, "stages": stages}) == PROGRESS
+    for blends in ([[704, [1, 1]]], [[768, [0.1, 0.9]]], []):
+        assert carry_over(PROGRESS, old, {**ORDER, "stages": blends}) == PROGRESS
     assert (
         carry_over(PROGRESS, old, ORDER) == PROGRESS
         and carry_over(PROGRESS, ORDER, old) == PROGRESS

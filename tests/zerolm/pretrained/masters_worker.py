@@ -13,10 +13,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers import AutoModelForCausalLM
 
-import pretrain
 from zerolm.distributed import collectives, process_group
 from zerolm.engine.parameters import gathered
 from zerolm.preflight import check
+from zerolm.train.engine_building import build_engine
 
 
 def main(model: str, path: str) -> None:
@@ -25,7 +25,7 @@ def main(model: str, path: str) -> None:
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for flags in json.loads(Path(path).read_text()):
         plan = check.check([str(flag) for flag in flags], environment)
-        engine = pretrain.build_engine(plan, [], device, lambda *_: None)
+        engine = build_engine(plan, [], device, lambda *_: None)
         masters = weights = 0
         for name, parameter in engine.module.named_parameters():
             value = expected.get_parameter(name).detach()

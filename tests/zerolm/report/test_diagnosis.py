@@ -42,6 +42,7 @@ from zerolm.report.diagnosis import findings
                 "throughput/mean_rank_seconds": 1,
             },
         ),
+        ("uneven_experts", {"router/rank_imbalance": 1.8}, {"router/rank_imbalance": 1.3}),
         (
             "checkpoint_stalls",
             {"throughput/step_seconds": 0.1, "checkpoint/stall_seconds": 0.5},

@@ -42,7 +42,7 @@ def test_a_message_needs_no_key_and_fears_no_value(name) -> None:
             "rank 1 on b was killed (in step)",
         ),
         ({"event": "changed", "changes": {"seed": [1, 2]}}, "seed: 1 -> 2"),
-        ({"event": "stage", "stage": 2, "shares": {"a": 1}}, "mixture stage 2: a 100.000%"),
+        ({"event": "stage", "stage": 2, "shares": {"a": 1}}, "data blend 2: a 100.000%"),
         ({"event": "tracker_failed", "tracker": "wandb", "error": "{no} net"}, "wandb: {no} net"),
         ({"event": "attempt_failed", "reasons": ["a", "b"], "attempt": 1}, "a; b"),
         ({"event": "done", "tokens": 120000}, "120,000 tokens"),

@@ -26,7 +26,7 @@ from zerolm.train.metrics import store_row
 
 SEQ_LEN = 1000
 TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
-CUT = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "rank": 0, "world_size": 1}
+CUT = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "shard": 0, "num_shards": 1}
 
 
 @pytest.fixture(scope="module")

@@ -144,10 +144,10 @@ def test_a_wrong_file_that_the_start_did_not_look_at_is_found(
     with pytest.raises(ShardReadError, match=rf"shard-00001\.bin: .*{in_full}"):
         while time.monotonic() < deadline:
             source.files.prefetch([(0, 0, 2)])
-    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("CROSS_RANK", "1")
     with pytest.raises(ShardError, match=rf"shard-00001\.bin: .*{in_full}"):
         open_source(shards)
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("CROSS_RANK", "0")
     (shards / TABLE).unlink()
     with pytest.raises(ShardError, match=rf"shard-00001\.bin: .*{in_full}"):
         open_source(shards)
@@ -163,7 +163,8 @@ def test_swapped_shards_are_found(shards):
         open_source(shards).ids(1, 0, 2)
 
 
-def test_nodes_look_at_different_shards_and_at_all_of_them_together(monkeypatch):
+@pytest.mark.parametrize("name", ["CROSS_RANK", "GROUP_RANK"])
+def test_nodes_look_at_different_shards_and_at_all_of_them_together(name, monkeypatch):
     class Looked(list):
         def __getitem__(self, number):
             seen.append(number)
@@ -172,7 +173,8 @@ def test_nodes_look_at_different_shards_and_at_all_of_them_together(monkeypatch)
     together: set[int] = set()
     for node in range(64):
         seen: list[int] = []
-        monkeypatch.setenv("RANK", str(8 * node))
+        monkeypatch.setenv(name, str(node))
+        monkeypatch.setenv("RANK", str(3 * node))
         assert disk.sampled_size_problems(Path("none"), Looked([{}] * 40_000)) == []
         assert len(seen) * len(manifest.FILE_KEYS) <= disk.MAX_SAMPLED_FILES + 5
         together.update(seen)

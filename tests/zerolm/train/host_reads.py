@@ -109,11 +109,11 @@ def _count(found: Places, what: str) -> None:
 
 def count_ours(flags: list[str], steps: int) -> Places:
     """Train with pretrain.py's own parts; return the counts of `steps` steps, after two others."""
-    import pretrain
     from zerolm import features
     from zerolm.distributed import collectives
     from zerolm.preflight import check
     from zerolm.train import resume, stability
+    from zerolm.train.engine_building import build_engine
     from zerolm.train.run import Run
 
     # The check would find the port in use, by this process group.
@@ -122,7 +122,7 @@ def count_ours(flags: list[str], steps: int) -> Places:
     Path(plan.settings.run_dir, "checkpoints").mkdir(parents=True)
     device = torch.device("cpu")
     wanted = features.build(plan)
-    engine = pretrain.build_engine(plan, wanted, device, partial(collectives.print_rank0, 0))
+    engine = build_engine(plan, wanted, device, partial(collectives.print_rank0, 0))
     run = Run(plan, engine, wanted, device, stability.StopRequest(None))
     resume.start(run)
     batches = run.batches()

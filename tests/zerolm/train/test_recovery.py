@@ -11,7 +11,7 @@ import torch
 from tests.zerolm.upload.published import publish
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.errors import GaveUp
-from zerolm.config.resolved import Resolved
+from zerolm.config.settings import Settings
 from zerolm.optim.spikes import COOL_DOWN, GIVE_UP, ROLL_BACK, History, Policy, SpikeGuard
 from zerolm.train import recovery, resume
 
@@ -46,7 +46,7 @@ def plan(run_dir: Path, guard: SpikeGuard, response: str | None, rollbacks: int 
     run = SimpleNamespace(
         spike_guard=guard, anomaly_response=response, run_dir=run_dir, rank=rank,
         progress=Progress(step=STEP, position=STEP * SEQUENCES, rollbacks=rollbacks),
-        settings=Resolved(rollback_margin=2, max_rollbacks=5, max_skips=guard.policy.max_skips),
+        settings=Settings(rollback_margin=2, max_rollbacks=5, max_skips=guard.policy.max_skips),
         plan=SimpleNamespace(batch_schedule=lambda _: SEQUENCES),
         finish_checkpoint=lambda: None,
     )  # fmt: skip

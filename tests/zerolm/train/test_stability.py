@@ -103,7 +103,7 @@ def test_the_spike_policy_follows_the_settings() -> None:
 
 def test_an_anomaly_names_the_sequence_numbers_of_its_batch() -> None:
     progress = Progress(step=10, position=80, skipped_windows=[[0, 16]])
-    result = StepResult(9.5, [9.5], [256.0], grad_norm=math.inf)
+    result = StepResult(9.5, {"losses": [9.5], "tokens": [256.0]}, grad_norm=math.inf)
     guard = SpikeGuard(Policy(), History())
     guard.check_loss(math.nan)
     assert stability.anomaly_fields(guard, progress, result, 8) == {

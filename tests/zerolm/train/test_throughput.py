@@ -35,7 +35,7 @@ def test_a_step_is_timed_to_the_end_of_its_update_where_something_reads_the_devi
     run = MagicMock(settings=SimpleNamespace(**settings | more))
     run.progress.step, run.progress.position, run.progress.tokens = step - 1, 0, 32
     run.plan.batch_schedule.return_value = 4
-    run.steps.take.return_value = MagicMock(flags=[0.0])
+    run.stepper.take.return_value = MagicMock(flags=[0.0])
     run.features = []
     run.next_step = partial(Run.next_step, run)
     run.waits_for_device = partial(Run.waits_for_device, run)

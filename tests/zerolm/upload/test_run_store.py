@@ -123,9 +123,8 @@ def test_a_store_that_never_answers_is_given_up(tmp_path) -> None:
     run_dir.mkdir()
     publish(run_dir, 5)
     with unresponsive_port() as port:
-        began = time.monotonic()
         failed = zerolm("upload", run_dir, url, port=port)
-        assert failed.returncode == 1 and time.monotonic() - began < 400
+        assert failed.returncode == 1
     assert "imeout" in events(run_dir, "upload_failed")[0]["error"]
 
 
@@ -133,13 +132,12 @@ def test_wrong_credentials_and_a_missing_bucket_are_reported_at_once(tmp_path, s
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     publish(run_dir, 5)
-    began = time.monotonic()
     failed = zerolm("upload", run_dir, "s3://no-such-bucket/first", port=s3_port)
     assert failed.returncode == 1 and "no-such-bucket" in failed.stdout
     with FaultyProxy() as proxy:
         proxy.status = 403
         denied = zerolm("upload", run_dir, f"s3://{BUCKET}/first", port=proxy.port)
     assert denied.returncode == 1 and "PermissionError" in denied.stdout
-    assert time.monotonic() - began < 60
+    assert not any("attempts" in event["error"] for event in events(run_dir, "upload_failed"))
     assert json.loads((run_dir / "run.json").read_text()) == {"settings": {"seed": 5}}
     assert Path(run_dir / "checkpoints" / "step-00000005").is_dir()

@@ -156,7 +156,9 @@ from zerolm.watchdog.progress import record_progress
 watchdog.POLL_SECONDS, watchdog.REQUEST_SECONDS, watchdog.EXIT_DELAY_SECONDS = 0.1, 0.3, 0.3
 stacks.RESPONSE_SECONDS = 1.0
 
-class Stop: reason = None
+class Stop:
+    reason = received = None
+    def receive(self): pass
 
 run_dir, world_size, timeout = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 act = sys.argv[4]
@@ -332,8 +334,17 @@ def test_a_file_can_request_a_stop(ranks) -> None:
 
 
 def test_a_failing_heartbeat_does_not_end_the_run(ranks) -> None:
+    """Ranks that cannot record their end exit only after both have closed their watchdogs."""
+    sleep = """
+import atexit
+def wait_for_all():
+    (run_dir / f"closed-{rank}").touch()
+    while len(list(run_dir.glob("closed-*"))) < world_size: time.sleep(0.05)
+atexit.register(wait_for_all)
+time.sleep(2)
+"""
     hide = "(run_dir / 'ranks').rename(run_dir / 'away')\n"
-    ranks.start(hide + "time.sleep(2)", "time.sleep(2)", timeout=600)
+    ranks.start(hide + sleep, sleep, timeout=600)
     assert ranks.outputs().count("reason None") == 2
 
 

@@ -1,0 +1,284 @@
+"""Experts divided over ranks give the curve, metrics, weights and files of whole experts.
+
+The reference is plain PyTorch in one process, or ZeRO-1 with whole experts for what that does not
+have: separate documents, the average of the weights, validation.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.end_to_end import plain_pytorch, run_digest, runs_in_one_process
+from tests.end_to_end.recipe import (
+    SEED,
+    STEP_TOKENS,
+    WARMUP_TOKENS,
+    profile,
+    recipe,
+)
+from tests.end_to_end.test_expert_balance import DEEPSEEK, MIXTRAL
+from tests.launching import LLAMA, rows, run_ranks, write_json
+from zerolm.__main__ import main
+
+STEPS, RATE, EXPERTS = 10, 0.02, 8
+QWEN3 = {
+    **LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16,
+    "num_experts": EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+GPT_OSS = {
+    **LLAMA, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "head_dim": 16,
+    "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+MODELS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "deepseek": DEEPSEEK, "gpt-oss": GPT_OSS}
+BALANCED = {"deepseek": ("--balance_rate", RATE)}
+TIMES = re.compile(r"second|per_second|mfu|memory|_time|throughput|noise_scale|startup|rank_imb")
+
+
+def flags(base: Path, corpus: Path, run: str, model: dict, stage: int, degree: int, *more,
+          bf16: bool = False) -> list[object]:  # fmt: skip
+    """Return pretrain.py's flags for a run in `base / run`; degree 1 is whole experts."""
+    config = write_json(base / f"{model['model_type']}.json", model)
+    json_file = profile(base / f"zero{stage}-{bf16}.json", stage, bf16)
+    found = recipe(config, corpus, base / run, json_file, STEPS, 2)
+    found += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    return [*found, *(["--expert_parallel", degree] if degree > 1 else []), *more]
+
+
+def without_bias_decay(masters: dict[str, torch.Tensor], weight_decay: float):
+    """gpt-oss has a bias for each expert, a matrix that does not decay."""
+    decayed = [each for name, each in masters.items() if each.ndim >= 2 and "bias" not in name]
+    others = [each for name, each in masters.items() if each.ndim < 2 or "bias" in name]
+    groups = [{"params": decayed, "weight_decay": weight_decay}]
+    groups += [{"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+
+
+@pytest.fixture(scope="session")
+def reference(corpus):
+    known: dict[str, list[plain_pytorch.Step]] = {}
+
+    def curve(name: str, bf16: bool = False, source: Path | None = None):
+        key = f"{name} {bf16} {source}"
+        if key not in known:
+            known[key] = plain_pytorch.train(
+                MODELS[name], corpus, steps=STEPS, bf16=bf16, source=source,
+                optimizer_of=without_bias_decay,
+                balance_rate=RATE if name in BALANCED else None,
+            )  # fmt: skip
+        return known[key]
+
+    return curve
+
+
+def differences(run_dir: Path, curve: list[plain_pytorch.Step]) -> dict[str, float]:
+    """Return the largest relative difference of each metric from plain PyTorch."""
+    expected = {
+        "train/loss": [step.loss for step in curve],
+        "train/grad_norm": [step.grad_norm for step in curve],
+        "train/param_norm": [step.param_norms[""] for step in curve],
+        "train/update_ratio": [step.update_ratios[""] for step in curve],
+    }
+    found = {}
+    for key, values in expected.items():
+        ours = np.array([*rows(run_dir, key).values()])
+        assert len(ours) == STEPS, key
+        found[key] = float(np.abs(ours / np.array(values) - 1).max())
+    return found
+
+
+LIMITS = {
+    False: {"train/loss": 1e-7, "train/grad_norm": 1e-5, "train/param_norm": 1e-6},
+    True: {"train/loss": 5e-3, "train/grad_norm": 5e-2, "train/param_norm": 1e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degree"),
+    [
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.soak),
+        pytest.param(4, 4, marks=pytest.mark.soak),
+    ],
+    ids=["2x1", "2x2", "4x1"],
+)
+def test_a_run_equals_plain_pytorch(tmp_path, corpus, reference, ranks, degree) -> None:
+    """Losses, norms of gradients and weights; the families at ZeRO-1 and 2, one of them in bf16."""
+    cases = [
+        ("mixtral", 1, False), ("qwen3", 2, False), ("deepseek", 1, False), ("gpt-oss", 2, False),
+        ("qwen3", 1, True), ("qwen3", 2, True),
+    ]  # fmt: skip
+    jobs = [
+        {
+            "flags": flags(
+                tmp_path, corpus, f"{name}-{stage}-{bf16}", MODELS[name], stage, degree,
+                *BALANCED.get(name, ()), bf16=bf16,
+            )
+        }
+        for name, stage, bf16 in cases
+    ]  # fmt: skip
+    printed = runs_in_one_process.launch(jobs, tmp_path, ranks)
+    assert f"{ranks} data parallel, experts divided over {degree} ranks each" in printed
+    for name, stage, bf16 in cases:
+        curve = reference(name, bf16)
+        found = differences(tmp_path / f"{name}-{stage}-{bf16}", curve)
+        print(f"{name} ZeRO-{stage} {'bf16' if bf16 else 'fp32'}:", found)
+        assert {key: each for key, each in found.items() if each > LIMITS[bf16].get(key, 1)} == {}
+        if name == "mixtral" and ranks == degree:  # all ranks form one group
+            loads = [step.routed.sum(0).reshape(2, degree, -1).sum(2) for step in curve]
+            ratios = [float((each.max(1) / each.mean(1)).mean()) for each in loads]
+            found = rows(tmp_path / f"{name}-{stage}-{bf16}", "router/rank_imbalance")
+            np.testing.assert_allclose([*found.values()], ratios)
+
+
+def test_initial_weights_are_those_of_whole_experts(tmp_path, corpus) -> None:
+    """The fingerprint is of all bits."""
+    prints = []
+    for degree in (1, 2):
+        job = {"flags": flags(tmp_path, corpus, f"of-{degree}", MIXTRAL, 1, degree), "until": 1}
+        found = re.findall("fingerprint ([0-9a-f]+)", runs_in_one_process.launch([job], tmp_path))
+        prints += set(found)
+    assert len(prints) == 2 and prints[0] == prints[1]
+
+
+FEATURES = (
+    "--gradient_checkpointing", "full", "--ema_tokens", 4 * STEP_TOKENS, "--corruption_checks",
+    "--replay_interval", 3, "--document_mask", "--z_loss", 0.01, "--eval_interval", 5,
+    "--eval_tokens", 512,
+)  # fmt: skip
+OF_LOGITS = ("--global_router_loss", "--router_z_loss", 0.02)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("mixtral", (*FEATURES, *OF_LOGITS)),
+        ("deepseek", (*FEATURES[:1], "selective", *FEATURES[2:], "--balance_rate", RATE)),
+        ("mixtral", ("--agc", 0.02, "--loss_chunk_tokens", 7, "--router_z_loss", 0.02)),
+    ],
+    ids=["mixtral", "deepseek", "agc"],
+)
+def test_all_metrics_with_features_are_those_of_whole_experts(
+    tmp_path, corpus, held_out, name, more
+) -> None:
+    """All but times, sizes and the noise scale, which no rank can measure alone."""
+    more = (*more, "--val_data", held_out)
+    jobs = [
+        {"flags": flags(tmp_path, corpus, f"of-{degree}", MODELS[name], stage, degree, *more)}
+        for degree, stage in ((1, 1), (2, 2))
+    ]
+    runs_in_one_process.launch(jobs, tmp_path, 4)
+    whole, divided = (metrics(tmp_path / f"of-{degree}") for degree in (1, 2))
+    assert whole.keys() == divided.keys() and len(whole) > 12
+    wrong = {
+        key: (each, divided[key])
+        for key, each in whole.items()
+        if not np.allclose(each, divided[key], rtol=1e-6 if "loss" in key[1] else 1e-4)
+    }
+    assert not wrong, wrong
+    assert "corrupt_step" not in (tmp_path / "of-2" / "events.jsonl").read_text()
+
+
+def metrics(run_dir: Path) -> dict[tuple[int, str], float]:
+    """Return {(step, key): value} of all numbers that do not depend on the machine."""
+    found = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for key, value in row.items():
+            if isinstance(value, (int, float)) and not TIMES.search(key):
+                found[row["step"], key] = value
+    return found
+
+
+@pytest.mark.soak
+def test_ranks_whose_experts_get_no_token_take_the_same_steps(tmp_path, corpus) -> None:
+    """A bias sends all tokens to the first two experts; the weights are read with `--init_from`."""
+    model = plain_pytorch.initial_model({**DEEPSEEK, "n_group": 1, "topk_group": 1}, SEED)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.tensor([9.0, 9.0] + [0.0] * (len(bias) - 2)))
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    jobs = [
+        {
+            "flags": flags(
+                tmp_path, corpus, f"of-{stage}", {**DEEPSEEK, "n_group": 1, "topk_group": 1},
+                stage, 4, "--init_from", source,
+            )
+        }
+        for stage in (1, 2)
+    ]  # fmt: skip
+    runs_in_one_process.launch(jobs, tmp_path, 4)
+    curve = plain_pytorch.train(
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1}, corpus, steps=STEPS, source=source
+    )
+    for stage in (1, 2):
+        found = differences(tmp_path / f"of-{stage}", curve)
+        print(found)
+        assert found["train/loss"] < 3e-7 and found["train/grad_norm"] < 1e-5
+        unused = rows(tmp_path / f"of-{stage}", "router/unused_experts")
+        assert set(unused.values()) == {14 / 16}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("stage", "bf16", "more"),
+    [(1, True, ()), (2, False, ("--memory_checkpoint_interval", 2)), (1, False, ())],
+    ids=["zero1-bf16", "zero2-memory", "zero1"],
+)
+def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, stage, bf16, more) -> None:
+    found = {}
+    for name, fault in (("uninterrupted", {}), ("killed", {"FAULT": "step.begin:1:9:kill"})):
+        (tmp_path / name).mkdir()
+        arguments = flags(
+            tmp_path / name, corpus, "run", DEEPSEEK, stage, 2, *BALANCED["deepseek"], *more,
+            "--checkpoint_interval", 3, bf16=bf16,
+        )  # fmt: skip
+        done = run_ranks(4, *arguments, **fault)
+        if fault:
+            assert done.returncode != 0
+            done = run_ranks(4, *arguments)
+            assert "resume:" in done.stdout, done.stdout[-3000:]
+            assert "bit-identical to the saved one" in done.stdout
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[name] = run_digest.digest(tmp_path / name / "run")
+    assert run_digest.differences(found["killed"], found["uninterrupted"]) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["deepseek", "gpt-oss"])
+def test_a_run_resumes_on_any_topology_and_its_exports_are_whole(
+    tmp_path, corpus, reference, name
+) -> None:
+    """2 x 2, then ZeRO-3 on four ranks, 4 x 1, one rank and 2 x 1; each export has equal logits."""
+    more = BALANCED.get(name, ())
+    parts = [(4, 1, 2, 2), (4, 3, 1, 4), (4, 2, 4, 6), (1, 1, 1, 8), (2, 1, 2, STEPS)]
+    for number, (ranks, stage, degree, until) in enumerate(parts):
+        arguments = flags(tmp_path, corpus, "run", MODELS[name], stage, degree, *more)
+        printed = runs_in_one_process.launch(
+            [{"flags": arguments, "until": until}], tmp_path, ranks
+        )
+        assert ("its states will be resharded" in printed) == (number > 0)
+        out = tmp_path / f"model-{number}"
+        assert main(["export", str(tmp_path / "run"), str(out), "--precision", "fp32"]) == 0
+    curve = reference(name)
+    found = differences(tmp_path / "run", curve)
+    print(found)
+    assert found["train/loss"] < 1e-6
+    weights = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).named_parameters()
+    squares = sum(float(each.detach().double().square().sum()) for _, each in weights)
+    assert math.sqrt(squares) == pytest.approx(curve[-1].param_norms[""], rel=1e-6)
+    merged = tmp_path / "merged"
+    assert main(["merge", str(tmp_path / "run"), str(merged), "--precision", "fp32"]) == 0
+    one, both = (load_file(path / "model.safetensors") for path in (out, merged))
+    assert one.keys() == both.keys() and all(one[key].shape == both[key].shape for key in one)

@@ -1,0 +1,50 @@
+"""Sizes of what ranks with divided experts exchange, for estimates of memory and time."""
+
+from typing import TYPE_CHECKING
+
+from zerolm.distributed.layout import Layout
+from zerolm.model.architecture import is_routed_expert, num_experts
+from zerolm.model.model import hidden_size
+from zerolm.plan.rank_share import Shapes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Tokens that the busiest rank of a group gets, relative to the mean: assumed. The busiest expert of
+# 16 gets 1.2 to 2.3 times the mean (docs/experts.md); a rank has several.
+IMBALANCE = 1.2
+# Copies of the rows that a rank has received which a layer keeps for the backward pass, and further
+# ones that exist during the exchange. Counted for Qwen3-MoE with equal widths: 6.0 to 6.3, as many
+# as with whole experts.
+KEPT_COPIES, LIVE_COPIES = 6, 3
+
+
+def num_layers(shapes: Shapes) -> int:
+    """Return the number of layers with routed experts."""
+    names = filter(is_routed_expert, shapes)
+    return len({name.partition(".experts.")[0] for name in names})
+
+
+def row_bytes(config: "PretrainedConfig", weight_bytes: int) -> int:
+    """Return the bytes of a token's copies for its experts, as they are sent."""
+    return (num_experts(config)[1] or 1) * (hidden_size(config) or 0) * weight_bytes
+
+
+def memory_bytes(
+    config: "PretrainedConfig",
+    shapes: Shapes,
+    layout: Layout,
+    tokens: int,
+    weight_bytes: int,
+    recomputed: bool,
+) -> int:
+    """Return the bytes that a micro-batch takes in addition to the activations of whole experts.
+
+    Args:
+        tokens: number of tokens in a rank's micro-batch.
+        recomputed: whether layers are recomputed, so that only one keeps its rows.
+    """
+    if layout.experts == 1:
+        return 0
+    kept = KEPT_COPIES * (IMBALANCE - 1) * (1 if recomputed else num_layers(shapes))
+    return int(tokens * row_bytes(config, weight_bytes) * (kept + LIVE_COPIES * IMBALANCE))
