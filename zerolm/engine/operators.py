@@ -24,6 +24,7 @@ POLL_SECONDS = 0.2
 LOCK = "zerolm.lock"
 TORCH_LOCK = "lock"  # its mere existence stops torch before 2.15
 Say = Callable[[str], object]
+_listeners: list[Say] = []  # the one to tell of builds
 
 
 def installed() -> set[str]:
@@ -45,11 +46,13 @@ def guard_builds(say: Say) -> None:
     """Make every build by torch in this process hold a lock that ends with this process.
 
     Args:
-        say: called with a line when an operator is compiled or waited for.
+        say: called with a line when an operator is compiled or waited for; it replaces that of an
+            earlier call, as a forked rank replaces the node launcher's.
     """
     from torch.utils import cpp_extension as torch_builds
 
     load, run_ninja = torch_builds._jit_compile, torch_builds._run_ninja_build
+    _listeners[:] = [say]
     if hasattr(load, "__wrapped__"):
         return
     signature = inspect.signature(load)
@@ -57,7 +60,7 @@ def guard_builds(say: Say) -> None:
     @wraps(load)
     def guarded_load(*arguments: Any, **options: Any) -> Any:
         given = signature.bind(*arguments, **options).arguments
-        with _exclusive(Path(given["build_directory"]), given["name"], say):
+        with _exclusive(Path(given["build_directory"]), given["name"]):
             return load(*arguments, **options)
 
     @wraps(run_ninja)
@@ -65,15 +68,20 @@ def guard_builds(say: Say) -> None:
         plan = subprocess.run(["ninja", "-n"], cwd=build_directory, capture_output=True, text=True)
         if "no work to do" not in plan.stdout:
             name = Path(build_directory).name
-            say(f"compiling {name}: takes minutes, once per environment")
+            _say(f"compiling {name}: takes minutes, once per environment")
         run_ninja(build_directory, *arguments, **options)
 
     replaced.install(torch_builds, "_jit_compile", guarded_load)
     replaced.install(torch_builds, "_run_ninja_build", announced_ninja)
 
 
+def _say(line: str) -> None:
+    for listener in _listeners:
+        listener(line)
+
+
 @contextmanager
-def _exclusive(directory: Path, name: str, say: Say) -> Iterator[None]:
+def _exclusive(directory: Path, name: str) -> Iterator[None]:
     """Hold the lock of an operator's directory, with no compiler at work in it.
 
     The compilers of a killed process end some time after it. Then torch's own lock is stale, and
@@ -91,7 +99,7 @@ def _exclusive(directory: Path, name: str, say: Say) -> Iterator[None]:
         except LockTaken as error:
             other = error.owner or other
         if not told:
-            say(f"waiting for {other} to compile {name}: {directory}")
+            _say(f"waiting for {other} to compile {name}: {directory}")
         told = True
         time.sleep(POLL_SECONDS)
     with lock:

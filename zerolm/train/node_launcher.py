@@ -171,13 +171,14 @@ def _load_operators(argv: Sequence[str]) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from zerolm.common.machine import built_operators
-    from zerolm.engine.operators import TORCH_LOCK, installed
+    from zerolm.engine.operators import TORCH_LOCK, guard_builds, installed
 
     if get_accelerator().device_name() != deepspeed_launcher.CPU:
         return
     built = {path.stem: path for path in built_operators(os.environ)}
     path = find_config(parse_settings(list(argv))[0].deepspeed_config or "")
     offloads = "offload" in path.read_text()  # only then ranks load the optimizer's
+    guard_builds(partial(print, file=sys.stderr, flush=True))  # of what has become stale
     for each in (COMMUNICATION, OPTIMIZER) if offloads else (COMMUNICATION,):
         builder = get_accelerator().create_op_builder(each)
         file = built.get(builder.name)

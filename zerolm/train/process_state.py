@@ -7,6 +7,7 @@ cache's arguments and from files alone. File locks are given back by the fork it
 from zerolm.checkpoint import snapshot
 from zerolm.common import interrupts, store
 from zerolm.distributed import process_group
+from zerolm.engine import operators
 from zerolm.tracking import console_log
 from zerolm.watchdog import progress, startup
 
@@ -19,5 +20,6 @@ def reset() -> None:
     process_group._first_rank = None
     console_log._log = None
     interrupts._raised = False
+    operators._listeners.clear()
     store._SAID.clear()
     snapshot._say_unpinned.cache_clear()

@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from torch.utils import cpp_extension
 from zerolm.engine import operators
-operators.guard_builds(lambda line: print(line, flush=True))
-operators.guard_builds(print)  # once is enough
+operators.guard_builds(lambda line: sys.exit("the first listener was told"))
+operators.guard_builds(lambda line: print(line, flush=True))  # the one to tell from now on
 directory = Path(sys.argv[1])
 cpp_extension.load("op", [str(directory / "op.cpp")], build_directory=str(directory / "op"),
                    is_python_module=False)

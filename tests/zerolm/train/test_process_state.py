@@ -56,7 +56,7 @@ SPOILED = (
     "watchdog.progress.CURRENT", "watchdog.liveness.CURRENT", "watchdog.startup._ends",
     "distributed.process_group._stores", "distributed.process_group._first_rank",
     "tracking.console_log._log", "common.interrupts._raised", "common.store._SAID",
-    "checkpoint.snapshot._say_unpinned",
+    "checkpoint.snapshot._say_unpinned", "engine.operators._listeners",
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def content(value: Any, seen: dict[int, Any]) -> Any:
     if kind.__module__.startswith("zerolm."):
         attributes = {**getattr(value, "__dict__", {})}
         if kind.__name__ == "Progress":
-            attributes["recorded_at"] = time.monotonic() - attributes["recorded_at"] < 5.0
+            attributes["recorded_at"] = time.monotonic() - attributes["recorded_at"] < 500.0
         return [kind.__qualname__, content(attributes, seen)]
     if isinstance(value, type) and value.__module__.startswith("zerolm."):
         own = {name: each for name, each in vars(value).items() if not name.startswith("__")}
@@ -121,16 +121,18 @@ def spoil(directory: Path) -> None:
     from zerolm.checkpoint import snapshot
     from zerolm.common import interrupts, store
     from zerolm.distributed import process_group
+    from zerolm.engine import operators
     from zerolm.tracking import console_log
     from zerolm.watchdog import progress, startup
 
     startup.mark("imports")
     progress.record_progress("forward", 7, (0, 8))
-    progress.CURRENT.recorded_at -= 100.0
+    progress.CURRENT.recorded_at -= 1000.0
     process_group._stores.append("a store")
     process_group._first_rank = ("here", None)
     console_log._log = console_log.ConsoleLog(directory)
     interrupts._raised = True
+    operators._listeners.append(print)
     store._SAID.add("s3://bucket")
     snapshot._say_unpinned(1)
 
