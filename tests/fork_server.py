@@ -3,15 +3,14 @@
 Importing them takes most of a short run. A pytest process starts the server once, with the
 environment in which it imports. For each launch the server forks a starter, the leader of a new
 session, which forks the ranks and waits for them as DeepSpeed's node launcher does. A rank has its
-own arguments, environment, output, working directory and modules of this project: none of them is
-imported by the server.
+own arguments, environment, output, working directory and modules of this project: it forgets those
+with which the server forks as `zerolm.train.node_launcher` does.
 
 Starter and ranks are killed when their parent ends, and the server ends with its pytest process.
 """
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,6 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tests import ROOT
+from zerolm.common.forked import end_with, touched
+from zerolm.engine.operators import COMMUNICATION, OPTIMIZER, load_built
+
 MODULES = (
     "torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon", "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
@@ -41,9 +44,9 @@ READ_LATE = (
     "RANK", "RAYON_", "TERM", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "WANDB_",
     "WORLD_SIZE", "ZEROLM_",
 )  # fmt: skip
+OWN = ("tests", "zerolm")
 MOST_SERVERS = 3
 MESSAGE_BYTES = 1 << 20
-PR_SET_PDEATHSIG = 1
 
 
 # ---- In the pytest process
@@ -58,8 +61,9 @@ class ForkServer:
         self.channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", __file__, str(other.fileno())], env=environment,
-                pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-u", "-m", "tests.fork_server", str(other.fileno())], cwd=ROOT,
+                env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )  # fmt: skip
 
     def close(self) -> None:
@@ -146,7 +150,7 @@ def serve(channel: socket.socket) -> dict | None:
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel.close()
-            die_with(server)
+            end_with(server)
             return start_ranks(json.loads(message), *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -164,7 +168,7 @@ def start_ranks(launch: dict, status: int, *outputs: int) -> dict:
             os.dup2(errors, 2)
             for descriptor in (status, *outputs):
                 os.close(descriptor)
-            die_with(starter)
+            end_with(starter)
             return {**launch, "rank": rank}
         ranks[pid] = rank
     for descriptor in outputs:
@@ -193,18 +197,14 @@ def wait(ranks: dict[int, int], sibling_seconds: float) -> list[tuple[int, int]]
     return ended
 
 
-def die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 # ---- In a rank
 
 
 def run(launch: dict, set_by_imports: dict[str, str]) -> NoReturn:
     """Run the script or module of a launch as a new Python process would."""
     rank, script = str(launch["rank"]), launch["script"]
+    for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
+        del sys.modules[name]
     atexit.register(gc.unfreeze)  # else triton 3.9 prints what was frozen as leaked at exit
     os.environ.clear()
     os.environ.update(launch["environment"] | set_by_imports)
@@ -221,43 +221,15 @@ def run(launch: dict, set_by_imports: dict[str, str]) -> NoReturn:
     sys.exit(0)
 
 
-def load_operators() -> None:
-    """Load what is built of DeepSpeed's operators for CPUs; each rank would take seconds for it.
-
-    Beside a lock of torch before 2.15, which a killed build leaves, the ranks load it: they remove
-    the lock.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import installed_ops
-    from torch.utils import cpp_extension
-
-    if get_accelerator().device_name() != "cpu":
-        return
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
-        builder = get_accelerator().create_op_builder(name)
-        built = Path(
-            os.environ.get("TORCH_EXTENSIONS_DIR", "none"), builder.name, f"{builder.name}.so"
-        )
-        has_baton = hasattr(cpp_extension, "FileBaton")  # a file whose existence is the lock
-        is_locked = has_baton and built.with_name("lock").exists()
-        if installed_ops.get(builder.name) or (built.is_file() and not is_locked):
-            builder.load()
-
-
 def main(descriptor: str) -> None:
     channel = socket.socket(fileno=int(descriptor))
-    del sys.path[0]  # tests/, whose modules must not hide others
+    sys.path.remove(str(ROOT))  # each rank has its own
     before = dict(os.environ)
     for name in MODULES:
         importlib.import_module(name)
-    load_operators()
+    load_built((COMMUNICATION, OPTIMIZER), os.environ)
     set_by_imports = {key: text for key, text in os.environ.items() if before.get(key) != text}
-    names = [
-        each.joinpath("comm").read_text().strip() for each in Path("/proc/self/task").iterdir()
-    ]
-    # pandas 2 imports pyarrow, whose jemalloc makes its own threads safe to fork.
-    threads = len(names) - names.count("jemalloc_bg_thd")
-    assert threads == 1, f"the imports have started threads: {names}, {MODULES}"
+    assert not touched(), touched()
     gc.collect()
     gc.freeze()  # so that ranks share the memory of these modules
     signal.signal(signal.SIGCHLD, collect)

@@ -5,6 +5,7 @@
 Reads Linux's /proc. Standard library only.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -86,6 +87,23 @@ class Forked:
             pid, status = os.waitpid(self.pid, options)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
+
+
+def touched() -> str | None:
+    """Return what of this process a forked one could not use, or None."""
+    tasks = (PROC / "self" / "task").iterdir()
+    names = [(task / "comm").read_text().strip() for task in tasks]
+    # pandas 2 imports pyarrow, whose jemalloc makes its own threads safe to fork.
+    if len(names) - names.count("jemalloc_bg_thd") > 1:
+        return f"the imports have started threads: {', '.join(names)}"
+    torch = sys.modules["torch"]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "the imports have created a process group"
+    files = (PROC / "self" / "fd").iterdir()
+    with contextlib.suppress(FileNotFoundError):  # the directory that is read here
+        if any(str(file.readlink()).startswith("/dev/nvidia-uvm") for file in files):
+            return "the imports have initialised CUDA"
+    return None
 
 
 def end_with(parent: int) -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any
 
 from zerolm.common import processes
 from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.machine import built_operators
 from zerolm.engine import replaced
 
 POLL_SECONDS = 0.2
+COMMUNICATION, OPTIMIZER = "ShareMemCommBuilder", "CPUAdamBuilder"
 LOCK = "zerolm.lock"
 TORCH_LOCK = "lock"  # its mere existence stops torch before 2.15
 Say = Callable[[str], object]
@@ -40,6 +42,28 @@ def has_asynchronous_io() -> bool:
 
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
     return builder is not None and builder.is_compatible(verbose=False)
+
+
+def load_built(builders: Iterable[str], environment: Mapping[str, str]) -> None:
+    """Load the operators that are built, on a CPU, so that forked ranks need no seconds for them.
+
+    Beside a lock of torch before 2.15, which a killed build leaves, the ranks load an operator:
+    they remove the lock.
+
+    Args:
+        builders: names of DeepSpeed's builders.
+        environment: has the directory of builds.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    built = {path.stem: path for path in built_operators(environment)}
+    for each in builders:
+        builder = get_accelerator().create_op_builder(each)
+        file = built.get(builder.name)
+        if builder.name in installed() or (file and not file.with_name(TORCH_LOCK).exists()):
+            builder.load()
 
 
 def guard_builds(say: Say) -> None:

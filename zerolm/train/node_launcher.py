@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zerolm.common import forked, interrupts, processes, remembered
+from zerolm.common import forked, interrupts, remembered
 from zerolm.common.process_tree import NODE_LAUNCHER, end_with_parent
 from zerolm.common.shipped import RUN_MODULE, SCRIPT, find_config, shield
 from zerolm.engine import deepspeed_launcher, launcher, replaced
@@ -31,7 +31,6 @@ from zerolm.parts.parse import parse_settings
 from zerolm.train import held_imports
 
 MODULES = ("pretrain", "zerolm.train.engine_building", "zerolm.train.process_state")
-COMMUNICATION, OPTIMIZER = "ShareMemCommBuilder", "CPUAdamBuilder"
 OF_RANK = ("RANK", "LOCAL_RANK")
 NUMPY_THREADS = "OPENBLAS_NUM_THREADS"  # on x86 torch has another library for its products
 LATE = ("MASTER_", "ZEROLM_")  # beginnings of variables that no import reads
@@ -83,7 +82,7 @@ class Ranks:
             return problem
         if forked.imports is None:
             added = import_for_ranks(command[3:], environment)
-            if problem := touched():
+            if problem := forked.touched():
                 return problem
             forked.imports = forked.Imports(environment, added)
             held_imports.fork_holder(environment)
@@ -163,44 +162,13 @@ def _modeling_module(argv: Sequence[str]) -> str:
 
 
 def _load_operators(argv: Sequence[str]) -> None:
-    """Load what is built of the operators for CPUs that a run uses, which takes each rank seconds.
+    """Load what is built of the operators that a run on CPUs uses."""
+    from zerolm.engine.operators import COMMUNICATION, OPTIMIZER, guard_builds, load_built
 
-    Beside a lock of torch before 2.15, which a killed build leaves, the ranks load it: they remove
-    the lock.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    from zerolm.common.machine import built_operators
-    from zerolm.engine.operators import TORCH_LOCK, guard_builds, installed
-
-    if get_accelerator().device_name() != deepspeed_launcher.CPU:
-        return
-    built = {path.stem: path for path in built_operators(os.environ)}
     path = find_config(parse_settings(list(argv))[0].deepspeed_config or "")
     offloads = "offload" in path.read_text()  # only then ranks load the optimizer's
     guard_builds(partial(print, file=sys.stderr, flush=True))  # of what has become stale
-    for each in (COMMUNICATION, OPTIMIZER) if offloads else (COMMUNICATION,):
-        builder = get_accelerator().create_op_builder(each)
-        file = built.get(builder.name)
-        if builder.name in installed() or (file and not file.with_name(TORCH_LOCK).exists()):
-            builder.load()
-
-
-def touched() -> str | None:
-    """Return what of this process a forked one could not use, or None."""
-    tasks = (processes.PROC / "self" / "task").iterdir()
-    names = [(task / "comm").read_text().strip() for task in tasks]
-    # pandas 2 imports pyarrow, whose jemalloc makes its own threads safe to fork.
-    if len(names) - names.count("jemalloc_bg_thd") > 1:
-        return f"the imports have started threads: {', '.join(names)}"
-    torch = sys.modules["torch"]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "the imports have created a process group"
-    files = (processes.PROC / "self" / "fd").iterdir()
-    with contextlib.suppress(FileNotFoundError):  # the directory that is read here
-        if any(str(file.readlink()).startswith("/dev/nvidia-uvm") for file in files):
-            return "the imports have initialised CUDA"
-    return None
+    load_built((COMMUNICATION, OPTIMIZER) if offloads else (COMMUNICATION,), os.environ)
 
 
 # ---- Processes

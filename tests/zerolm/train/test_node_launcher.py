@@ -172,10 +172,11 @@ def test_ranks_that_cannot_be_forked_are_started_afresh_and_a_line_says_why(tmp_
 
 def test_imports_leave_a_process_that_may_fork_where_each_rank_has_several_cores():
     program = """import os
+from zerolm.common import forked
 from zerolm.train import node_launcher
 flags = ["--model_config", "model_configs/tiny.json"]
 added = node_launcher.import_for_ranks(flags, dict(os.environ))
-print(node_launcher.touched(), os.environ.get("OPENBLAS_NUM_THREADS"), sorted(added))
+print(forked.touched(), os.environ.get("OPENBLAS_NUM_THREADS"), sorted(added))
 """
     own = {
         name: each for name, each in environment(OMP_NUM_THREADS="3").items() if "BLAS" not in name
