@@ -118,7 +118,7 @@ def test_the_carry_list_has_every_requirement_that_is_not_installed():
 
 def test_a_run_that_ends_by_itself_does_not_pass_as_killed(tmp_path, monkeypatch):
     @contextlib.contextmanager
-    def started(runs, *run):
+    def started(runs, *run, **options):
         (tmp_path / "log").write_text("step=6/6 loss=8.4\n")
         with subprocess.Popen(["true"]) as process:
             yield process, tmp_path / "log"

@@ -89,14 +89,16 @@ def test_names_of_variants_and_precisions_have_the_right_peak(device, dtype, ter
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_product_is_faster_than_the_measured_peak_of_a_cpu(precision):
     """The peak counts float32 as well, so that emulated bf16 cannot give an MFU above 1."""
-    peak, source = device_peak_flops(torch.device("cpu"), precision)
-    assert source.startswith("measured here: ")
-    operand, best = torch.ones(512, 512), float("inf")
-    for _ in range(5):
+    operand = torch.ones(512, 512)
+    peaks, rates = [], []
+    for _ in range(8):  # in turn: the best of many, of which nothing else took a part
+        peak, source = device_peak_flops(torch.device("cpu"), precision)
+        assert source.startswith("measured here: ")
         start = time.perf_counter()
         operand @ operand
-        best = min(best, time.perf_counter() - start)
-    assert 2 * 512**3 / best < 3 * peak  # the machine may have been busy with something else
+        peaks.append(peak)
+        rates.append(2 * 512**3 / (time.perf_counter() - start))
+    assert max(rates) < 1.5 * max(peaks)
 
 
 def test_a_measured_peak_of_emulated_bf16_is_that_of_float32(monkeypatch):
