@@ -245,7 +245,8 @@ class KilledRun:
             self.kills.append(dataclasses.replace(kill, kind="one rank"))
             self.wait(lambda: bool(self.printed(r"supervise: attempt \d+:", before)), QUIET_SECONDS)
             time.sleep(self.rng.uniform(0, self.events("startup")[-1]["seconds"]))
-            strike_the_start(kill, self.run, self.rng)
+            if len(self.events("startup")) == before.startups:  # a restart is shorter than a start
+                strike_the_start(kill, self.run, self.rng)
         if kill.kind == "full disk":
             if kill.rank == 0:  # else it is free again before the next save
                 self.wait(
