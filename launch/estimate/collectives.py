@@ -198,17 +198,19 @@ def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
     per weight in both cases (`all_gather_coalesced` in partition_parameters.py).
     """
     shapes, ranks = run.shapes_of_rank
-    value = QUANTIZED_WEIGHT_BYTES if _quantizes(run.profile, "weights") else None
-    sent = num_parameters(shapes) * (value or run.profile.weight_bytes)
+    value = run.profile.weight_bytes
+    if _quantizes(run.profile, "weights"):
+        value = QUANTIZED_WEIGHT_BYTES
     num_calls = _gathers_of_a_pass(run) if calls is None else calls.rings / 3
     passes, group = 2 * run.accumulation, memory.secondary_ranks(run.profile, run.devices)
 
     def seconds(size: int) -> float:
-        moved = sent * (size - 1) / size / bus_bandwidth(run, size)
+        moved = value * num_parameters(shapes) * (size - 1) / size / bus_bandwidth(run, size)
         return moved + num_calls * ring_seconds(run, size)
 
     if group == 1:
-        return passes * seconds(ranks)
+        each = byte_seconds(run, bus_bandwidth(run), COLLECTIVE_EFFICIENCY)
+        return passes * (value * each + num_calls * ring_seconds(run, ranks))
     return seconds(ranks) + (passes - 1) * seconds(group)
 
 
@@ -248,7 +250,8 @@ def _scatter_seconds(run: PlannedRun, calls: Calls | None) -> float:
     values, local, nodes = sum(quantized), run.devices_per_node, run.num_nodes
     rest = num_parameters(shapes) - values
     num_calls = -(-rest // run.profile.buckets.reduce) if calls is None else calls.rings / 3
-    seconds = rest * run.profile.communication_bytes * (ranks - 1) / ranks / bus_bandwidth(run)
+    each = byte_seconds(run, bus_bandwidth(run), COLLECTIVE_EFFICIENCY) / num_parameters(shapes)
+    seconds = rest * run.profile.communication_bytes * each
     seconds += num_calls * ring_seconds(run)
     sent = QUANTIZED_GRADIENT_BYTES * values
     inside = sent * (local - 1) / local / (run.hardware.intra_node * COLLECTIVE_EFFICIENCY)

@@ -105,7 +105,7 @@ def search(
     given = settings.gradient_checkpointing
     options = [(profile, settings) for profile in profiles + zeropp_profiles(*place)]
     if not settings.expert_parallel and (degree := expert_degree(model, *place[1:])) > 1:
-        options += [divided(stage, degree, settings, hardware) for stage in (1, 2)]
+        options += [divided(stage, degree, settings, hardware) for stage in (1, 2, 3)]
     for profile, own in options:
         for recompute in (given,) if given else RECOMPUTE_LEVELS:
             variant = dataclasses.replace(own, gradient_checkpointing=recompute)
@@ -150,7 +150,7 @@ def faster(
         profiles.append(Profile.parse({**first.json, **tensor}, name))
     tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
     if (degree := expert_degree(run.model, *place[1:])) > 1:
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             other, variant = divided(stage, degree, settings, hardware)
             tried.append(_best(run.model, variant, other, place, assumed))
     enough = (1 - WORTH_NAMING) * step.seconds

@@ -28,7 +28,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "profile": (
         "zero2", "zero3", "zero1", "zero3_all_sharded", "zero2_offload", "zero3_offload",
-        "zero1_experts", "zero2_experts",
+        "zero1_experts", "zero2_experts", "zero3_experts",
     ),
     "data": ("concat", "mixture", "masked", "packed", "packed_masked", "ramp"),
     "schedule": ("cosine", "wsd", "linear", "constant", "warmup_lr"),

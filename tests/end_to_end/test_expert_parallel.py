@@ -112,10 +112,11 @@ LIMITS = {
     ids=["2x1", "2x2", "4x1"],
 )
 def test_a_run_equals_plain_pytorch(tmp_path, corpus, reference, ranks, degree) -> None:
-    """Losses, norms of gradients and weights; the families at ZeRO-1 and 2, one of them in bf16."""
+    """Losses, norms of gradients and weights; all families at ZeRO-3, one of them in bf16."""
     cases = [
         ("mixtral", 1, False), ("qwen3", 2, False), ("deepseek", 1, False), ("gpt-oss", 2, False),
-        ("qwen3", 1, True), ("qwen3", 2, True),
+        ("mixtral", 3, False), ("qwen3", 3, False), ("deepseek", 3, False), ("gpt-oss", 3, False),
+        ("qwen3", 1, True), ("qwen3", 2, True), ("qwen3", 3, True),
     ]  # fmt: skip
     jobs = [
         {
@@ -142,12 +143,13 @@ def test_a_run_equals_plain_pytorch(tmp_path, corpus, reference, ranks, degree) 
 
 def test_initial_weights_are_those_of_whole_experts(tmp_path, corpus) -> None:
     """The fingerprint is of all bits."""
-    prints = []
-    for degree in (1, 2):
-        job = {"flags": flags(tmp_path, corpus, f"of-{degree}", MIXTRAL, 1, degree), "until": 1}
-        found = re.findall("fingerprint ([0-9a-f]+)", runs_in_one_process.launch([job], tmp_path))
-        prints += set(found)
-    assert len(prints) == 2 and prints[0] == prints[1]
+    jobs = [
+        {"flags": flags(tmp_path, corpus, f"{stage}-{degree}", GPT_OSS, stage, degree), "until": 1}
+        for stage, degree in ((1, 1), (1, 2), (3, 2))
+    ]
+    printed = runs_in_one_process.launch(jobs, tmp_path)
+    prints = re.findall("fingerprint ([0-9a-f]+)", printed)
+    assert len(prints) == len(jobs) and len(set(prints)) == 1
 
 
 FEATURES = (
@@ -174,19 +176,21 @@ def test_all_metrics_with_features_are_those_of_whole_experts(
     """All but times, sizes and the noise scale, which no rank can measure alone."""
     more = (*more, "--val_data", held_out)
     jobs = [
-        {"flags": flags(tmp_path, corpus, f"of-{degree}", MODELS[name], stage, degree, *more)}
-        for degree, stage in ((1, 1), (2, 2))
+        {"flags": flags(tmp_path, corpus, f"zero{stage}", MODELS[name], stage, degree, *more)}
+        for degree, stage in ((1, 1), (2, 2), (2, 3))
     ]
     runs_in_one_process.launch(jobs, tmp_path, 4)
-    whole, divided = (metrics(tmp_path / f"of-{degree}") for degree in (1, 2))
-    assert whole.keys() == divided.keys() and len(whole) > 12
-    wrong = {
-        key: (each, divided[key])
-        for key, each in whole.items()
-        if not np.allclose(each, divided[key], rtol=1e-6 if "loss" in key[1] else 1e-4)
-    }
-    assert not wrong, wrong
-    assert "corrupt_step" not in (tmp_path / "of-2" / "events.jsonl").read_text()
+    whole = metrics(tmp_path / "zero1")
+    for run in ("zero2", "zero3"):
+        divided = metrics(tmp_path / run)
+        assert whole.keys() == divided.keys() and len(whole) > 12
+        wrong = {
+            key: (each, divided[key])
+            for key, each in whole.items()
+            if not np.allclose(each, divided[key], rtol=1e-6 if "loss" in key[1] else 1e-4)
+        }
+        assert not wrong, (run, wrong)
+        assert "corrupt_step" not in (tmp_path / run / "events.jsonl").read_text()
 
 
 def metrics(run_dir: Path) -> dict[tuple[int, str], float]:
@@ -216,13 +220,13 @@ def test_ranks_whose_experts_get_no_token_take_the_same_steps(tmp_path, corpus) 
                 stage, 4, "--init_from", source,
             )
         }
-        for stage in (1, 2)
+        for stage in (1, 2, 3)
     ]  # fmt: skip
     runs_in_one_process.launch(jobs, tmp_path, 4)
     curve = plain_pytorch.train(
         {**DEEPSEEK, "n_group": 1, "topk_group": 1}, corpus, steps=STEPS, source=source
     )
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         found = differences(tmp_path / f"of-{stage}", curve)
         print(found)
         assert found["train/loss"] < 3e-7 and found["train/grad_norm"] < 1e-5
@@ -233,8 +237,14 @@ def test_ranks_whose_experts_get_no_token_take_the_same_steps(tmp_path, corpus) 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("stage", "bf16", "more"),
-    [(1, True, ()), (2, False, ("--memory_checkpoint_interval", 2)), (1, False, ())],
-    ids=["zero1-bf16", "zero2-memory", "zero1"],
+    [
+        (1, True, ()),
+        (2, False, ("--memory_checkpoint_interval", 2)),
+        (1, False, ()),
+        (3, True, ()),
+        (3, False, ("--memory_checkpoint_interval", 2)),
+    ],
+    ids=["zero1-bf16", "zero2-memory", "zero1", "zero3-bf16", "zero3-memory"],
 )
 def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, stage, bf16, more) -> None:
     found = {}
@@ -260,9 +270,12 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, stage, bf16,
 def test_a_run_resumes_on_any_topology_and_its_exports_are_whole(
     tmp_path, corpus, reference, name
 ) -> None:
-    """2 x 2, then ZeRO-3 on four ranks, 4 x 1, one rank and 2 x 1; each export has equal logits."""
+    """With divided and whole experts on four, two and one ranks; each export has equal logits."""
     more = BALANCED.get(name, ())
-    parts = [(4, 1, 2, 2), (4, 3, 1, 4), (4, 2, 4, 6), (1, 1, 1, 8), (2, 1, 2, STEPS)]
+    parts = [
+        (4, 1, 2, 2), (4, 3, 2, 3), (4, 3, 1, 4), (4, 3, 4, 5), (4, 2, 4, 6), (1, 1, 1, 7),
+        (2, 3, 2, 8), (2, 1, 2, STEPS),
+    ]  # fmt: skip
     for number, (ranks, stage, degree, until) in enumerate(parts):
         arguments = flags(tmp_path, corpus, "run", MODELS[name], stage, degree, *more)
         printed = runs_in_one_process.launch(

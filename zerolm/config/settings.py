@@ -337,8 +337,8 @@ class Settings:
     )
     expert_parallel: int | None = count(
         "run",
-        "with ZeRO-1 or 2: divide the experts of a mixture over N consecutive ranks of a host, "
-        "which exchange tokens (default: each rank has all experts, or its shard of ZeRO-3)",
+        "divide the experts of a mixture over N consecutive ranks of a host, which exchange "
+        "tokens (default: each rank has all experts, or its shard of ZeRO-3)",
         "N",
         minimum=2,
         planned=True,

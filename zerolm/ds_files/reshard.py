@@ -39,7 +39,7 @@ from zerolm.ds_files.zero_files import (
     num_values,
     pieces_of,
 )
-from zerolm.engine.parameters import residence
+from zerolm.engine.parameters import divided_among
 from zerolm.engine.states import data_parallel_group, update_weights
 
 # Torch and DeepSpeed name the same state differently; keyed by the class that loads it.
@@ -99,11 +99,11 @@ def pieces_on_ranks(engine: Any) -> Pieces:
     found, in_parts = Pieces(), engine.zero_optimization_stage() == 3
     for number, group in enumerate(num_values(engine._get_zero_param_shapes())):
         ranks = distributed.get_process_group_ranks(data_parallel_group(engine, number))
-        place = residence(engine.module.get_parameter(next(iter(group))))
+        neighbours = divided_among(engine.module.get_parameter(next(iter(group))))
         sets = [ranks]
-        if place.dim is not None:  # divided over neighbours, each with such a set of ranks
-            first = distributed.get_rank(place.group)
-            size = distributed.get_world_size(place.group)
+        if neighbours is not None:  # each has such a set of ranks
+            first = distributed.get_rank(neighbours)
+            size = distributed.get_world_size(neighbours)
             sets = [[rank - first + other for rank in ranks] for other in range(size)]
         for each in sets:
             found.add([group], each, in_parts, joined=group)

@@ -1,10 +1,14 @@
 """Experts that are divided over ranks, as DeepSpeed 0.19.8 knows them: groups, marks, and a flag.
 
-DeepSpeed reduces a parameter over the ranks of its expert data group, and shards its optimizer
-states over them, if the parameter has its two marks, its parameter group says `moe`, and the
-engine's `has_moe_layers` is true. The engine sets that attribute only for DeepSpeed's own layers;
-everything else goes by parameter. While it saves or loads, the attribute must be false: otherwise
-DeepSpeed writes a file for each expert of its own layers.
+At stages 1 and 2, DeepSpeed reduces a parameter over the ranks of its expert data group, and shards
+its optimizer states over them, if the parameter has its two marks, its parameter group says `moe`,
+and the engine's `has_moe_layers` is true. The engine sets that attribute only for DeepSpeed's own
+layers; everything else goes by parameter. While it saves or loads, the attribute must be false:
+otherwise DeepSpeed writes a file for each expert of its own layers.
+
+At stage 3 everything goes by parameter, and the attribute stays false: three more marks, which
+DeepSpeed's AutoEP sets too, name the group over which the parameter is partitioned. Its gradient is
+divided by the number of all ranks, and its norm is summed over the expert group.
 """
 
 from collections.abc import Iterator
@@ -40,9 +44,25 @@ def expert_group(degree: int) -> Any:
 
 
 def mark(parameter: Any, degree: int) -> None:
-    """Mark this rank's slice of a parameter that is divided along its first dimension."""
+    """Mark this rank's slice of a parameter that is divided along its first dimension.
+
+    Args:
+        parameter: not partitioned yet.
+    """
     parameter.allreduce, parameter.group_name = False, group_name(degree)
     parameter.expert_shape = torch.Size([parameter.shape[0] * degree, *parameter.shape[1:]])
+    parameter.expert_degree = degree
+
+
+def mark_for_partition(parameter: Any) -> None:
+    """Mark a divided parameter as one that ZeRO-3 partitions over the ranks that have it."""
+    from deepspeed.utils import groups
+
+    parameter.ds_zero_placement_family = "autoep_expert"
+    parameter.ds_zero_partition_group_name = parameter.group_name
+    parameter.ds_zero_partition_process_group = groups._get_expert_data_parallel_group(
+        parameter.group_name
+    )
 
 
 def group_options(parameter: Any) -> dict[str, Any]:
@@ -62,10 +82,10 @@ def divided_parameters(model: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def recognized(degree: int) -> Iterator[None]:
-    """Make an engine built in this context treat marked parameters as experts.
+    """Make an engine of stage 1 or 2 built in this context treat marked parameters as experts.
 
     Args:
-        degree: number of ranks in an expert group; 1: nothing is divided.
+        degree: number of ranks in an expert group; 1: nothing is divided, or at stage 3.
     """
     if degree == 1:
         yield
@@ -93,7 +113,9 @@ def unrecognized(engine: Any) -> Iterator[None]:
 
 
 def divided_groups(engine: Any) -> set[int]:
-    """Return the indices of the optimizer's parameter groups whose parameters are divided."""
+    """Return the indices of the optimizer's parameter groups whose parameters are divided, at stage
+    1 or 2.
+    """
     groups = engine.optimizer.param_groups
     return {number for number, group in enumerate(groups) if group.get("moe")}
 
@@ -104,5 +126,4 @@ def description(model: torch.nn.Module) -> dict[str, Any]:
     if not divided:
         return {}
     each = next(iter(divided.values()))
-    degree = each.expert_shape[0] // each.shape[0]
-    return {EXPERTS: {"degree": degree, "parameters": list(divided)}}
+    return {EXPERTS: {"degree": each.expert_degree, "parameters": list(divided)}}

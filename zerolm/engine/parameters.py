@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolm.engine.experts import expert_group, is_divided
+from zerolm.engine.experts import expert_group, is_divided, mark_for_partition
 
 
 def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextManager[Any]:
@@ -26,6 +26,20 @@ def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextMan
     # Without tensor overrides, buffers are computed on the CPU in float32, as they are without
     # ZeRO. DeepSpeed's default casts them to bf16 (a rotary frequency of 0.56234 becomes 0.5625).
     return deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=[])
+
+
+def replace(old: Any, new: Any) -> None:
+    """Partition the slice of experts `new` as ZeRO-3 has partitioned the parameter `old`, whose
+    memory is freed. Does nothing at other stages. Every rank must call this.
+
+    Args:
+        new: marked as divided.
+    """
+    if not is_partitioned(old):
+        return
+    old.ds_tensor.data = old.ds_tensor.data.new_empty(0)  # its attributes refer to each other
+    mark_for_partition(new)
+    old.convert_to_zero_parameters(param_list=[new])
 
 
 def full_shape(parameter: Any) -> torch.Size:
@@ -68,7 +82,9 @@ def residence(parameter: Any) -> Residence:
         group, length = parameter.ds_process_group, parameter.ds_tensor.ds_numel
         start = min(torch.distributed.get_rank(group=group) * length, parameter.ds_numel)
         length = min(length, parameter.ds_numel - start)
-        return Residence(group, None, start, length, parameter.ds_shape)
+        return Residence(
+            group, None, _first_value(parameter) + start, length, full_shape(parameter)
+        )
     if divided_over(parameter) == "tensor":
         from deepspeed.utils import groups
 
@@ -78,10 +94,20 @@ def residence(parameter: Any) -> Residence:
         sizes, shape = about["partition_sizes"], torch.Size(about["logical_shape"])
         return Residence(group, about["partition_dim"], sum(sizes[:index]), sizes[index], shape)
     if divided_over(parameter) == "experts":
-        length, shape = parameter.shape[0], parameter.expert_shape
-        group = expert_group(shape[0] // length)
+        group, shape = expert_group(parameter.expert_degree), parameter.expert_shape
+        length = shape[0] // parameter.expert_degree
         return Residence(group, 0, torch.distributed.get_rank(group) * length, length, shape)
     return Residence(None, None, 0, parameter.numel(), parameter.shape)
+
+
+def _first_value(parameter: Any) -> int:
+    """Return where the values of a partitioned parameter begin in the complete one: those of this
+    rank's experts.
+    """
+    if not is_divided(parameter):
+        return 0
+    group = expert_group(parameter.expert_degree)
+    return int(torch.distributed.get_rank(group) * parameter.ds_numel)
 
 
 def divided_over(parameter: Any) -> str | None:
@@ -89,6 +115,15 @@ def divided_over(parameter: Any) -> str | None:
     if is_divided(parameter):
         return "experts"
     return "tensor" if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def divided_among(parameter: Any) -> Any:
+    """Return the process group over which a parameter is divided at every ZeRO stage; None if each
+    rank, or its ZeRO-3 group, has all of it.
+    """
+    if divided_over(parameter) == "experts":
+        return expert_group(parameter.expert_degree)
+    return residence(parameter).group if divided_over(parameter) else None
 
 
 def multiply(parameter: Any, factor: float) -> None:
@@ -154,19 +189,37 @@ def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Ite
 
 @contextmanager
 def _gathered_experts(parameters: Sequence[Any], modifier_rank: int | None) -> Iterator[None]:
+    if is_partitioned(parameters[0]):
+        import deepspeed
+
+        # After `_whole_experts` all ranks have the modifier's values, so any may be the source.
+        source = None if modifier_rank is None else 0
+        with (
+            deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=source),
+            _whole_experts(parameters, modifier_rank),
+        ):
+            yield
+        return
+    with _whole_experts(parameters, modifier_rank):
+        yield
+
+
+@contextmanager
+def _whole_experts(parameters: Sequence[Any], modifier_rank: int | None) -> Iterator[None]:
     own = [each.data for each in parameters]
-    places = [residence(each) for each in parameters]
-    for parameter, values, place in zip(parameters, own, places, strict=True):
-        parameter.data = values.new_empty(place.shape)
-        slices = list(parameter.data.split(place.length))
-        torch.distributed.all_gather(slices, values.contiguous(), group=place.group)
+    for parameter, values in zip(parameters, own, strict=True):
+        parameter.data = values.new_empty(parameter.expert_shape)
+        slices = list(parameter.data.split(len(values)))
+        group = expert_group(parameter.expert_degree)
+        torch.distributed.all_gather(slices, values.contiguous(), group=group)
     try:
         yield
     finally:
-        for parameter, values, place in zip(parameters, own, places, strict=True):
+        for parameter, values in zip(parameters, own, strict=True):
             if modifier_rank is not None:
                 torch.distributed.broadcast(parameter.data, src=modifier_rank)
-                values.copy_(parameter.data.narrow(0, place.start, place.length))
+                index = torch.distributed.get_rank(expert_group(parameter.expert_degree))
+                values.copy_(parameter.data.narrow(0, index * len(values), len(values)))
             parameter.data = values
 
 

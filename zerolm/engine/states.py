@@ -183,7 +183,7 @@ def data_parallel_group(engine: Any, group: int) -> Any:
     """Return the process group over which a parameter group's states are sharded."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        return optimizer.dp_process_group
+        return optimizer.sub_group_process_groups[group]
     return optimizer.real_dp_process_group[group]
 
 

@@ -43,7 +43,7 @@ class Seal:
         in_groups = replicated and distributed.get_world_size(group) < engine.world_size
         self._group = group if in_groups else None
         self.copied = "weights or optimizer states" if in_groups else "the weights"
-        self._divided = divided_groups(engine)
+        self._divided = divided_groups(engine) if replicated else set()
         self._share, self._shares = 0, 0  # which experts this rank has, of how many shares
         if self._divided:
             each = next(iter(divided_parameters(engine.module).values()))

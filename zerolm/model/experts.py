@@ -23,6 +23,7 @@ from torch import nn
 
 from zerolm.common.values import shown_bytes
 from zerolm.engine import experts
+from zerolm.engine.parameters import full_shape, replace
 
 IMPLEMENTATION = "zerolm_expert_parallel"  # in transformers' table of experts functions
 # Sends rows, given their numbers for each rank of the group and those arriving from each; without
@@ -47,8 +48,9 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 def _fused(module: Any) -> bool:
     """Return whether the first dimension of each of a module's parameters is the expert."""
-    own = [each for each in module._parameters.values() if each is not None]
-    return bool(own) and all(len(each) == getattr(module, "num_experts", 0) for each in own)
+    number = getattr(module, "num_experts", 0) * getattr(module, "zerolm_degree", 1)
+    shapes = [full_shape(each) for each in module._parameters.values() if each is not None]
+    return bool(shapes) and all(each[0] == number for each in shapes)
 
 
 def divide(model: Any, degree: int, exchange: Exchange | None = None) -> None:
@@ -70,9 +72,12 @@ def divide(model: Any, degree: int, exchange: Exchange | None = None) -> None:
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            own = parameter.new_empty((len(parameter) // degree, *parameter.shape[1:]))
-            module._parameters[leaf] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-            experts.mark(module._parameters[leaf], degree)
+            number, *others = full_shape(parameter)
+            values = parameter.new_empty((number // degree, *others))
+            own = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            experts.mark(own, degree)
+            replace(parameter, own)
+            module._parameters[leaf] = own
 
 
 def _register() -> None:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adam", "adamw")
 WITHOUT = "Remove it, or the flag"
+# Keys of zero_optimization, with the largest value that has no effect.
+NOT_COMPARED = {
+    "round_robin_gradients": 0, "parameter_alignment": 0, "zero_quantized_weights": 0,
+    "zero_quantized_gradients": 0, "zero_hpz_partition_size": 1,
+}  # fmt: skip
 
 
 def problems(
@@ -73,11 +78,6 @@ def _model_reason(config: "PretrainedConfig", degree: int) -> str:
 
 def _profile_reasons(profile: Profile) -> Iterator[tuple[str, str]]:
     """Yield why a profile does not support divided experts, and what to change."""
-    if profile.zero_stage not in (1, 2):
-        yield (
-            f"it needs ZeRO stage 1 or 2, got {profile.zero_stage}",
-            "Use ds_configs/zero1.json or zero2.json, or remove the flag",
-        )
     if profile.optimizer.kind not in OPTIMIZERS:
         yield f"optimizer.type {profile.optimizer.name}", "Use AdamW, or remove the flag"
     if profile.precision == "fp16":
@@ -90,8 +90,8 @@ def _profile_reasons(profile: Profile) -> Iterator[tuple[str, str]]:
     for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
         if (profile.json.get(name) or default) != default:
             yield name, WITHOUT
-    for name in ("round_robin_gradients", "parameter_alignment"):
-        if profile.zero.get(name):
+    for name, without_effect in NOT_COMPARED.items():
+        if (profile.zero.get(name) or 0) > without_effect:
             yield f"zero_optimization.{name}", WITHOUT
     if profile.json.get("scheduler") is not None:
         yield "scheduler", "Use --schedule, or remove the flag"

@@ -49,13 +49,15 @@ def shard_values(shapes: Shapes, layout: Layout) -> int:
     Args:
         shapes: a rank's parameter shapes.
     """
-    if layout.partitions_weights:  # each parameter separately
-        return sum(-(-math.prod(shape) // layout.shards) for shape in shapes.values())
     values = {False: 0, True: 0}
+    ranks = {False: layout.shards, True: layout.axis("expert_copies").size}
     for name, shape in shapes.items():
-        values[layout.experts > 1 and is_routed_expert(name)] += math.prod(shape)
-    copies = layout.axis("expert_copies").size
-    return -(-values[False] // layout.shards) + -(-values[True] // copies)
+        divided = layout.experts > 1 and is_routed_expert(name)
+        size = math.prod(shape)
+        if layout.partitions_weights:  # each parameter separately, padded
+            size = -(-size // ranks[divided]) * ranks[divided]
+        values[divided] += size
+    return sum(-(-size // ranks[divided]) for divided, size in values.items())
 
 
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":

@@ -166,7 +166,7 @@ def initialize(
         muon.scale_by_layout(transposed_shapes(model))
     with (
         muon.leaving_to_adamw(others),
-        experts.recognized(plan.layout.experts),
+        experts.recognized(1 if profile.zero_stage == 3 else plan.layout.experts),
         sharding_within(plan.layout.shard_within) as across,
     ):
         engine, *_ = deepspeed.initialize(

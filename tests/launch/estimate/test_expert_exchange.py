@@ -72,6 +72,20 @@ def test_an_experts_gradient_is_sent_among_the_ranks_that_have_it(model):
     assert found == pytest.approx(dense * 7 / 8 / inside)
 
 
+def test_zero_3_gathers_experts_among_the_ranks_that_have_them(model):
+    """Both passes of each micro-batch gather weights in bf16, and the second one sums gradients."""
+    run = planned(model, 3)
+    between = collectives.bus_bandwidth(run)
+    each = expert_exchange.byte_seconds(run, between, SHARE)
+    latencies = ACCUMULATION * collectives.ring_seconds(run)
+    sent = ACCUMULATION * (2 * 2 + run.profile.communication_bytes) * each
+    found = collectives.collectives(run)
+    assert 0 < found.passes - sent < 1000 * latencies
+    assert found.serial == pytest.approx(expert_exchange.exchange_seconds(run, SHARE))
+    whole = collectives.collectives(planned(model, 3, None))
+    assert whole.serial == 0 and whole.passes > found.passes
+
+
 def test_divided_experts_beat_zero_3_only_where_links_between_hosts_are_slow(model):
     ratios = []
     for gigabits in (50, 3200):

@@ -3,10 +3,11 @@ ranks, beside one that all have.
 
     RANK=0 WORLD_SIZE=4 ... python experts_worker.py REPORT.json
 
-For each way to reduce gradients, rank 0 writes the largest difference between the gradients on all
-ranks and the means over ranks that plain sums give, and the number of collectives that began in the
-backward pass. Also whether a gathered and a set parameter have the values of the whole, the norm of
-all weights, and which ranks are named for a weight that has another bit.
+For each way to reduce gradients, and for ZeRO-3, rank 0 writes the largest difference between the
+gradients on all ranks and the means over ranks that plain sums give, and the number of values that
+the ranks have. For ZeRO-1 and ZeRO-3, whether a gathered and a set parameter have the values of the
+whole, and the norm of all weights. For ZeRO-1, which ranks are named for a weight that has another
+bit.
 """
 
 import json
@@ -26,8 +27,8 @@ from zerolm.distributed.layout import Layout
 from zerolm.engine import experts, reduction_choice
 from zerolm.engine.gradient_sums import spare_memory_traffic
 from zerolm.engine.gradients import gradients
-from zerolm.engine.parameters import gathered, residence
-from zerolm.engine.states import set_master, states
+from zerolm.engine.parameters import gathered, partitioned_while_built, replace, residence
+from zerolm.engine.states import master_slice, set_master, states
 from zerolm.health.norms import parameter_norm
 from zerolm.integrity.checks import _odd, flip_bit
 from zerolm.integrity.seal import Seal
@@ -56,35 +57,54 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        values, index = whole(), LAYOUT.axis("experts", RANK).index
-        self.dense = nn.Parameter(values["dense"])
-        self.experts = nn.Parameter(values["experts"].chunk(DEGREE)[index].clone())
-        experts.mark(self.experts, DEGREE)
+        for name, values in whole().items():
+            setattr(self, name, nn.Parameter(values))
+
+    def divide(self) -> None:
+        own = whole()["experts"].chunk(DEGREE)[LAYOUT.axis("experts", RANK).index]
+        parameter = nn.Parameter(own.clone())
+        experts.mark(parameter, DEGREE)
+        replace(self.experts, parameter)
+        self.experts = parameter
 
     def forward(self, factors: dict[str, torch.Tensor]) -> torch.Tensor:
         return sum((getattr(self, name) * each).sum() for name, each in factors.items())
 
 
-def engine_of() -> Any:
-    model = Model()
+def engine_of(stage: int = 1) -> Any:
+    config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40}
+    with partitioned_while_built(config if stage == 3 else None):
+        model = Model()
+    model.divide()
     groups = [
         {"params": [model.dense]},
         {"params": [model.experts], "moe": True, "name": experts.group_name(DEGREE)},
     ]
-    with experts.recognized(DEGREE):
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=CONFIG)
+    with experts.recognized(1 if stage == 3 else DEGREE):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     spare_memory_traffic(engine)
     return engine
 
 
-def reduced(max_latency: float) -> dict[str, Any]:
+def start_on(engine: Any, name: str, index: int) -> int:
+    """Return the index of this rank's first value among those that it and its copies have."""
+    parameter = engine.module.get_parameter(name)
+    if engine.zero_optimization_stage() == 3:
+        number = EXPERTS // DEGREE * WIDTH * 3 if name == "experts" else parameter.ds_numel
+        return master_slice(engine, parameter).start % number
+    group = engine.optimizer.real_dp_process_group[index]
+    size = engine.optimizer.fp32_groups_gradient_flat_partition[index].numel()
+    return distributed.get_rank(group) * size
+
+
+def reduced(max_latency: float, stage: int = 1) -> dict[str, Any]:
     reduction_choice.MAX_LATENCY = max_latency
-    engine = engine_of()
+    engine = engine_of(stage)
     generator = torch.Generator().manual_seed(RANK)
-    factors = {
-        name: torch.randn(each.shape, generator=generator)
-        for name, each in engine.module.named_parameters()
-    }
+    shapes = {"dense": (7, WIDTH), "experts": (EXPERTS // DEGREE, WIDTH, 3)}
+    factors = {name: torch.randn(each, generator=generator) for name, each in shapes.items()}
     engine.backward(engine(factors))
     expected = {name: each.bfloat16().float() for name, each in factors.items()}
     distributed.all_reduce(expected["dense"])
@@ -94,9 +114,7 @@ def reduced(max_latency: float) -> dict[str, Any]:
     worst, number = 0.0, {}
     for name, values in gradients(engine):
         flat, index = expected[name].flatten() / RANKS, {"dense": 0, "experts": 1}[name]
-        group = engine.optimizer.real_dp_process_group[index]
-        size = engine.optimizer.fp32_groups_gradient_flat_partition[index].numel()
-        start = distributed.get_rank(group) * size
+        start = start_on(engine, name, index)
         part = flat[start : start + len(values)]
         worst = max(worst, float((values - part).abs().max()))
         number[name] = len(values)
@@ -107,26 +125,34 @@ def reduced(max_latency: float) -> dict[str, Any]:
     }
 
 
+def gathered_and_set(engine: Any) -> dict[str, Any]:
+    values, parameter = whole(), engine.module.experts
+    with gathered([parameter, engine.module.dense], modifier_rank=3):
+        report = {"gathered": torch.equal(parameter.data, values["experts"])}
+        report["dense"] = torch.equal(engine.module.dense.data, values["dense"])
+        if RANK == 3:
+            parameter.data += 1
+    now = values["experts"] + 1
+    with gathered([parameter]):
+        report["changed"] = all(gather_objects(torch.equal(parameter.data, now)))
+    set_master(parameter, values["experts"].float() * 2)
+    found = safe_get_full_fp32_param(parameter)
+    half = values["experts"].float().chunk(DEGREE)[LAYOUT.axis("experts", RANK).index] * 2
+    report["set"] = all(gather_objects(torch.equal(found, half)))
+    squares = values["dense"].double().square().sum() + now.double().square().sum()
+    report["norm"] = [parameter_norm(engine, LAYOUT), math.sqrt(float(squares))]
+    place = residence(parameter)
+    report["start"] = gather_objects(place.start)
+    return report
+
+
 def main(output: str) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     experts.create_groups(DEGREE)
     report: dict[str, Any] = {"owners": reduced(math.inf), "one call": reduced(0.0)}
-    engine, values = engine_of(), whole()
-    parameter = engine.module.experts
-    own = residence(parameter)
-    with gathered([parameter], modifier_rank=3):
-        report["gathered"] = torch.equal(parameter.data, values["experts"])
-        if RANK == 3:
-            parameter.data += 1
-    now = values["experts"] + 1
-    slices = now.narrow(0, own.start, own.length)
-    report["changed"] = all(gather_objects(torch.equal(parameter.data, slices)))
-    set_master(parameter, values["experts"].float() * 2)
-    found = safe_get_full_fp32_param(parameter)
-    half = values["experts"].float().narrow(0, own.start, own.length) * 2
-    report["set"] = all(gather_objects(torch.equal(found, half)))
-    squares = values["dense"].double().square().sum() + now.double().square().sum()
-    report["norm"] = [parameter_norm(engine, LAYOUT), math.sqrt(float(squares))]
+    report["ZeRO-3"] = reduced(0.0, stage=3)
+    engine = engine_of()
+    report[1], report[3] = gathered_and_set(engine), gathered_and_set(engine_of(3))
     report["named"] = []
     for group, guilty in ((0, 2), (1, 3)):
         seal = Seal(engine, replicated=LAYOUT.weights_are_equal())

@@ -45,6 +45,11 @@ def test_a_rank_has_its_experts_and_a_share_of_the_states_of_both_kinds():
     states = memory.model_states(shapes, profile, Layout(8, experts=4))
     assert states.weights == 2 * (800 + 200)
     assert states.master == 4 * (800 // 8 + 200 // 2)
+    profile_3 = Profile.parse({**zero(3), "gradient_accumulation_steps": 1})
+    states = memory.model_states(shapes, profile_3, Layout(8, experts=4))
+    persistent = 2 * (800 + 200)
+    assert states.weights == 2 * (800 // 8 + 200 // 2) + persistent
+    assert states.master == 4 * (800 // 8 + 200 // 2)
     sizes = [memory.checkpoint_bytes(shapes, profile, experts=degree) for degree in (1, 4)]
     assert sizes[0] - sizes[1] == 2 * 600, "the weights of other ranks' experts"
 
@@ -54,7 +59,7 @@ def zero(stage: int = 1, **keys) -> dict:
 
 
 REFUSED = {
-    "stage": (zero(3), {}, "needs ZeRO stage 1 or 2, got 3"),
+    "hpZ": (zero(3, zero_hpz_partition_size=2), {}, "zero_hpz_partition_size. Remove it"),
     "offload": (zero(2, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer"),
     "fp16": ({**ZERO1, "bf16": {}, "fp16": {"enabled": True}}, {}, "fp16. Use bf16"),
     "Muon": ({**ZERO1, "optimizer": {"type": "Muon"}}, {}, "optimizer.type Muon. Use AdamW"),
