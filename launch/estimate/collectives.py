@@ -198,7 +198,7 @@ def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
     per weight in both cases (`all_gather_coalesced` in partition_parameters.py).
     """
     shapes, ranks = run.shapes_of_rank
-    value = run.profile.weight_bytes
+    value: float = run.profile.weight_bytes
     if _quantizes(run.profile, "weights"):
         value = QUANTIZED_WEIGHT_BYTES
     num_calls = _gathers_of_a_pass(run) if calls is None else calls.rings / 3

@@ -18,6 +18,7 @@ from zerolm.parts.parse import settings_of
 
 if TYPE_CHECKING:
     from launch.estimate.estimate import Assumptions
+    from zerolm.model.model import Model
 
 __all__ = ["add_flags", "run"]
 
@@ -47,7 +48,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from launch.estimate.estimate import estimate, to_json
 
     run, profile, settings = _planned_run(arguments)
-    found = estimate(run, assumptions(arguments), arguments.mfu)
+    assumed = assumptions(arguments, run.model)
+    found = estimate(run, assumed, arguments.mfu)
     if arguments.json:
         print(json.dumps(to_json(found), indent=2))
     else:
@@ -57,7 +59,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         for notice in run.model.notices:
             print(f"note: {notice}")
         print(as_text(found, arguments.mfu))
-        others = search.faster(profile, settings, found, assumptions(arguments))
+        others = search.faster(profile, settings, found, assumed)
         if others and arguments.mfu is None:
             print(search.instead(found, others))
     return 0
@@ -95,6 +97,7 @@ def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
         arguments.devices,
         per_node(arguments),
         begun_tokens=begun,
+        rank_imbalance=assumptions(arguments, model).rank_imbalance,
     )
     return run, profile, settings
 
@@ -150,9 +153,10 @@ def per_node(arguments: argparse.Namespace) -> int:
     return local
 
 
-def assumptions(arguments: argparse.Namespace) -> "Assumptions":
+def assumptions(arguments: argparse.Namespace, model: "Model") -> "Assumptions":
     from launch.estimate.estimate import Assumptions
-    from zerolm.plan import hardware
+    from zerolm.model.architecture import num_experts
+    from zerolm.plan import exchange, hardware
 
     defaults = hardware.assumed()
 
@@ -160,6 +164,17 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
         given = getattr(arguments, flag)
         return defaults[key] if given is None else given
 
+    given = arguments.rank_imbalance
+    if given is not None and given < 1:
+        raise ConfigError(
+            f"command line: --rank_imbalance: {given:g} must be at least 1, which is balanced. "
+            f"Give the metric router/rank_imbalance of a run, or remove the flag."
+        )
+    if given is not None and not num_experts(model.config)[0]:
+        raise ConfigError(
+            f"command line: --rank_imbalance: {given:g}, but {model.path} is not a mixture of "
+            f"experts. Remove the flag."
+        )
     restart_seconds = flag_or_default("restart_seconds", "restart_seconds")
     if arguments.restarts_of is not None:
         restart_seconds = _measured_restart(arguments.restarts_of)
@@ -167,6 +182,7 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
         flag_or_default("failures_per_device_hour", "failures_per_device_hour"),
         restart_seconds,
         flag_or_default("storage_bandwidth", "storage_write_bytes_per_second"),
+        exchange.IMBALANCE if given is None else given,
     )
 
 
@@ -202,7 +218,7 @@ def _search(arguments: argparse.Namespace) -> int:
         hardware_of(arguments),
         arguments.devices,
         per_node(arguments),
-        assumptions(arguments),
+        assumptions(arguments, model),
     )
     print(json.dumps(search.to_json(candidates), indent=2) if arguments.json
           else search.as_text(candidates))  # fmt: skip

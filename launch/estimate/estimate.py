@@ -23,14 +23,18 @@ UINT16_TOKENS = 1 << 16  # larger vocabularies need four bytes per token (docs/f
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Cluster properties that do not depend on the device type.
+    """What no config file says and what does not depend on the device type.
 
-    The defaults are under `assumed` in hardware.json.
+    The defaults are under `assumed` in hardware.json, but for that of the last one.
+
+    Attributes:
+        rank_imbalance: see `exchange.busiest_share`.
     """
 
     failures_per_device_hour: float
     restart_seconds: float
     storage_write_bytes_per_second: float
+    rank_imbalance: float = exchange.IMBALANCE
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def device_memory(run: PlannedRun) -> DeviceMemory:
     micro, checkpointing = settings.micro_batch_size, settings.gradient_checkpointing
     exchanged = exchange.memory_bytes(
         model.config, model.shapes, run.layout, micro * run.rank_tokens,
-        run.profile.weight_bytes, bool(checkpointing),
+        run.profile.weight_bytes, bool(checkpointing), run.rank_imbalance,
     )  # fmt: skip
     peak = activations.peak(checkpointing, micro) + exchanged
     loss = min(activations.loss_bytes(micro), peak)
@@ -229,6 +233,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "sequence_parallel": run.layout.sequence,
         "shard_within": run.layout.shard_within or None,
         "expert_parallel": run.layout.experts,
+        "rank_imbalance": run.busiest_share,
         "zero_stage": run.profile.zero_stage,
         "offload": list(run.profile.offloads.values()),
         "precision": run.profile.precision,

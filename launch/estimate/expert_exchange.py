@@ -26,7 +26,7 @@ def exchange_seconds(run: PlannedRun, efficiency: float) -> float:
     layers = exchange.num_layers(run.model.shapes) * passes * run.accumulation
     tokens = run.settings.micro_batch_size * run.rank_tokens
     sent = tokens * exchange.row_bytes(run.model.config, run.profile.weight_bytes)
-    busiest = sent * exchange.IMBALANCE * (degree - 1) / degree
+    busiest = sent * run.busiest_share * (degree - 1) / degree
     bandwidth = run.hardware.intra_node * efficiency
     return layers * (2 * busiest / bandwidth + 3 * CALL_SECONDS)
 

@@ -103,6 +103,12 @@ def _add_assumptions(group: argparse._ArgumentGroup) -> None:
         "--storage_bandwidth", metavar="BYTES", type=size_bytes,
         help="write bandwidth per second to the checkpoint storage (default: 2e9)",
     )  # fmt: skip
+    group.add_argument(
+        "--rank_imbalance", metavar="X", type=number,
+        help="with --expert_parallel: tokens that the experts of the busiest device get, divided "
+        "by the mean, as the metric router/rank_imbalance says; the pace and the memory are those "
+        "of this device (default: 1.2)",
+    )  # fmt: skip
 
 
 def _add_modes(group: argparse._ArgumentGroup) -> None:

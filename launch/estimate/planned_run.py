@@ -19,7 +19,7 @@ from zerolm.model.architecture import is_routed_expert, num_parameters, routed_f
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
 from zerolm.parts.inheritance import with_origins
-from zerolm.plan import expert_rules
+from zerolm.plan import exchange, expert_rules
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
@@ -38,6 +38,7 @@ class PlannedRun:
         fp8_share: share of the layers' matrix products computed in fp8.
         feature_flops: additional FLOPs per token for optional features.
         begun_tokens: number of tokens that the trunk was trained on before the branch point.
+        rank_imbalance: see `exchange.busiest_share`.
     """
 
     model: Model
@@ -53,6 +54,7 @@ class PlannedRun:
     fp8_share: float
     feature_flops: float
     begun_tokens: int = 0
+    rank_imbalance: float = exchange.IMBALANCE
 
     @property
     def tokens(self) -> int:
@@ -78,6 +80,11 @@ class PlannedRun:
         return self.profile.accumulation or 1
 
     @property
+    def busiest_share(self) -> float:
+        """Tokens that the experts of the busiest rank get, divided by the mean over all ranks."""
+        return exchange.busiest_share(self.layout, self.rank_imbalance)
+
+    @property
     def num_nodes(self) -> int:
         return -(-self.devices // self.devices_per_node)
 
@@ -91,11 +98,13 @@ def plan_run(
     devices_per_node: int,
     *,
     begun_tokens: int = 0,
+    rank_imbalance: float = exchange.IMBALANCE,
 ) -> PlannedRun:
     """Resolve a run for a number of devices.
 
     Args:
         settings: if `micro_batch_size` is None, the largest micro-batch that fits is chosen.
+        rank_imbalance: see `exchange.busiest_share`.
 
     Raises:
         ConfigError: lists every problem.
@@ -121,6 +130,7 @@ def plan_run(
         layout=layout,
         memory_bytes=hardware.device.memory_bytes,
         round_batch=True,
+        rank_imbalance=rank_imbalance,
     )
     found.problems += model_problems(settings, model.config, layout)
     found.problems += expert_rules.problems(settings, model.config, profile, devices)
@@ -148,6 +158,7 @@ def plan_run(
         _fp8_flops(resolved, model) / (flops - attention - head),
         features.flops_per_token(resolved, model.config),
         begun_tokens,
+        rank_imbalance,
     )
 
 

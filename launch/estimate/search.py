@@ -256,7 +256,9 @@ def _best(
             explicit=settings.explicit | {"batch_tokens", "micro_batch_size"},
         )
         try:
-            run: PlannedRun = plan_run(model, profile, variant, *place)
+            run: PlannedRun = plan_run(
+                model, profile, variant, *place, rank_imbalance=assumed.rank_imbalance
+            )
         except ConfigError as error:
             return Candidate(profile, settings.gradient_checkpointing, None, str(error))
         found = estimate(run, assumed)

@@ -12,7 +12,7 @@ from launch.estimate.collectives import Calls, all_reduces, collectives, quantiz
 from launch.estimate.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
 from zerolm.model.flops import TRAINING_TO_FORWARD
-from zerolm.plan import exchange, memory
+from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank, shard_values
 
 PUBLISHED_RUNS = (1.9, 2.6)  # quartiles of reported / predicted hours of published runs
@@ -182,7 +182,7 @@ def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -
         assert run.hardware.fp8 and run.hardware.bf16
         faster = costs.fp8 * run.hardware.fp8 / run.hardware.bf16
         layers *= 1 - run.fp8_share * (1 - 1 / faster)
-    busiest = exchange.IMBALANCE if run.layout.experts > 1 else 1.0
+    busiest = run.busiest_share
     layers += (costs.experts * busiest - 1) * run.routed_flops
     attention = costs.attention * run.attention_flops
     again = costs.recomputation / TRAINING_TO_FORWARD

@@ -40,6 +40,9 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     parallelism = run.layout.describe()
     unit = "replicas" if run.layout.replica_size > 1 else "devices"
     measured = [("rates", run.hardware.source)] if run.hardware.is_cpu else []
+    if run.layout.experts > 1:
+        share = f"{run.busiest_share:g} times the mean (--rank_imbalance)"
+        measured.insert(0, ("tokens of the busiest", share))
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),

@@ -5,10 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.core_bundle import write_bundle
 from tests.end_to_end.recipe import BATCH, profile, recipe
+from tests.end_to_end.test_expert_balance import MIXTRAL
 from tests.launching import LLAMA, events, rows, run_ranks, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 from zerolm.__main__ import main
@@ -59,6 +61,8 @@ def texts(tmp_path_factory) -> Path:
         "initializer_range": 0.1,  # with less, it predicts the same for every text
     }
     write_json(base / "model.json", model)
+    own = {key: MIXTRAL[key] for key in ("model_type", "architectures")}
+    write_json(base / "mixture.json", MIXTRAL | model | own)
     data = write_items(base / "items.jsonl", ITEMS)
     (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     write_task(base / "tasks", data)
@@ -73,7 +77,8 @@ def texts(tmp_path_factory) -> Path:
 
 def train(
     texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: bool,
-    form: dict | None = None, interval: int = 1, **more: str,
+    form: dict | None = None, interval: int = 1, model: str = "model", flags: tuple = (),
+    **more: str,
 ):  # fmt: skip
     """Train four steps, with evaluations after every `interval` and a profile, or with neither.
 
@@ -81,10 +86,13 @@ def train(
 
     Args:
         form: additional keys of the DeepSpeed config: a form of parallelism.
+        model: name of the model's config in `texts`.
+        flags: further flags of pretrain.py.
     """
     json_file = profile(run_dir.with_suffix(".json"), stage, bf16=False)
     write_json(json_file, {**json.loads(json_file.read_text()), **(form or {})})
-    flags = recipe(texts / "model.json", texts / "shards", run_dir, json_file, STEPS, micro=2)
+    config = texts / f"{model}.json"
+    flags = [*recipe(config, texts / "shards", run_dir, json_file, STEPS, micro=2), *flags]
     flags += ["--wandb", "off", "--checkpoint_interval", 2, "--seq_len", SEQ_LEN]
     flags += ["--batch_tokens", STEP_TOKENS, "--total_tokens", STEPS * STEP_TOKENS]
     if evaluated:
@@ -240,6 +248,28 @@ def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
                 assert two[key] == one[key], profile_
         print(f"ZeRO-{profile_[0]}, {profile_[1]} rank(s): {worst:.2e} from ZeRO-2 on one")
         assert worst < 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 1)])
+def test_evaluations_with_divided_experts_equal_those_with_whole_ones(
+    tmp_path, texts, ranks, stage
+) -> None:
+    """HellaSwag by item, CORE and samples, of which some ranks have one more than others."""
+    found = {}
+    for name, flags in (("whole", ()), ("divided", ("--expert_parallel", 2))):
+        run_dir = tmp_path / name
+        done = train(texts, run_dir, stage, ranks, evaluated=True, model="mixture", flags=flags)
+        assert done.returncode == 0, done.stdout[-4000:]
+        keys = ("train/loss", "eval/hellaswag/acc", "eval/hellaswag/acc_norm", "eval/core")
+        figures = [rows(run_dir, key) for key in keys]
+        assert set(figures[1]) == set(range(1, STEPS + 1))
+        found[name] = figures, outcomes(run_dir)["outcomes"], samples(run_dir)
+    (figures, ours, written), (expected, theirs, other) = found["divided"], found["whole"]
+    assert figures[1:] == expected[1:] and written == other
+    np.testing.assert_allclose([*figures[0].values()], [*expected[0].values()], rtol=1e-6)
+    for one, two in zip(ours, theirs, strict=True):
+        assert one["prediction"] == two["prediction"]
+        np.testing.assert_allclose(one["log_likelihoods"], two["log_likelihoods"], atol=1e-3)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

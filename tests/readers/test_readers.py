@@ -1,6 +1,7 @@
 """Exports are read alike by transformers 4, llama.cpp, mlx-lm and ctranslate2."""
 
 import json
+import random
 import re
 import subprocess
 
@@ -9,8 +10,13 @@ import pytest
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.encoders import load_encoder
 from tests import ROOT
+from tests.end_to_end import runs_in_one_process
+from tests.end_to_end.recipe import STEPS, profile, recipe
+from tests.launching import write_json
+from tests.model_families.toy_configs import toy_config
 from tests.readers import environment, models, table
 from tests.readers.limits import LIMITS
+from zerolm.__main__ import main
 
 FAMILIES = [
     "llama", "deepseek_v3", "gemma3_text", "gpt2", "mixtral", "qwen2", "qwen3_moe", "falcon",
@@ -64,6 +70,54 @@ def test_a_program_reads_exports_as_recorded(reader, written):
         if outcomes.get(name, "").partition(":")[0] != recorded[name].partition(":")[0]
     }
     assert not changed
+
+
+DIVIDED = {  # {family: keys that differ from its toy config}
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "mixtral": {},
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},  # llama.cpp assumes the second
+}
+
+
+@pytest.fixture(scope="module")
+def of_divided_runs(tmp_path_factory):
+    """Export what two ranks, each with half of the experts, have trained."""
+    base = tmp_path_factory.mktemp("divided")
+    (base / "models").mkdir()
+    (base / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in models.texts())
+    )
+    words = BpeOptions(models.VOCABULARY, split="llama3")
+    train_bpe(models.texts(), words, base / "tokenizer", progress=False)
+    data = ["data", "tokenize", "--input", base / "text.jsonl", "--tokenizer", base / "tokenizer"]
+    assert main([*map(str, [*data, "--output", base / "shards"])]) == 0
+    jobs = []
+    for family, keys in DIVIDED.items():
+        config = write_json(base / f"{family}.json", models.finite(toy_config(family)) | keys)
+        json_file = profile(base / "zero1.json", 1, bf16=False)
+        flags = recipe(config, base / "shards", base / family, json_file, STEPS, 2)
+        jobs.append({"flags": [*flags, "--expert_parallel", 2, "--wandb", "off"]})
+    runs_in_one_process.launch(jobs, base, 2)
+    ids = [random.Random(1).randrange(models.VOCABULARY) for _ in range(models.NUM_IDS)]
+    (base / "models" / "ids.json").write_text(json.dumps(ids))
+    for family in DIVIDED:
+        out = base / "models" / family
+        assert main(["export", str(base / family), str(out), "--precision", "fp32"]) == 0
+    return base, {name: models.compute(base / "models" / name, ids) for name in DIVIDED}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("reader", ["transformers", "llama_cpp"])
+def test_a_program_reads_exports_of_runs_with_divided_experts(reader, of_divided_runs):
+    require(llama=reader == "llama_cpp")
+    directory, ours = of_divided_runs
+    found = table.read(reader, directory, tuple(DIVIDED))
+    outcomes = {name: table.outcome(value, ours[name]) for name, value in found.items()}
+    print(outcomes)
+    assert {name: each.partition(":")[0] for name, each in outcomes.items()} == dict.fromkeys(
+        DIVIDED, "equal"
+    )
 
 
 @pytest.mark.soak

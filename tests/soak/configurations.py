@@ -8,6 +8,7 @@ from typing import Any
 from data_prep.encode.pack import pack
 from tests import ROOT, tracked
 from tests.end_to_end.recipe import BATCH, CLIPPING, SEQ_LEN, STEP_TOKENS, recipe
+from tests.end_to_end.test_expert_balance import DEEPSEEK, MIXTRAL
 from tests.launching import EOS, LLAMA, VOCABULARY, write_json, write_shards
 from zerolm.common.provenance import versions
 from zerolm.engine.reduction_choice import KEY
@@ -30,7 +31,7 @@ GPT2 = {
     "embd_pdrop": 0.1,
     "resid_pdrop": 0.1,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "deepseek": DEEPSEEK}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ BOARD = ("--wandb", "off", "--tensorboard")
 NONE = ("--wandb", "off")
 REPORTS = ("--report_interval", "10s")
 COPIES = ("--memory_checkpoint_interval", 10)  # in memory, from which a restart resumes
+DIVIDED = ("--expert_parallel", 2)
 CHECKS = ("--corruption_checks", "--replay_interval", 100)
 
 ROTATION = (
@@ -120,6 +122,18 @@ ROTATION = (
     Configuration(
         "zero1-bf16-groups", 1, True, ranks=4, buckets=True, mixture=True,
         flags=("--shard_within", 2, *EMA, *WANDB),
+    ),
+    Configuration(
+        "zero1-bf16-experts", 1, True, model="deepseek", mixture=True, small_disk=True,
+        flags=(*DIVIDED, "--balance_rate", 0.02, *CHECKS, *BOARD, *REPORTS),
+    ),
+    Configuration(
+        "zero2-fp32-experts-packed", 2, False, model="mixtral", ramp=True, workers=2,
+        flags=(*DIVIDED, "--global_router_loss", *PACKED, *EMA, *COPIES, *WANDB),
+    ),
+    Configuration(
+        "zero1-fp32-experts-groups", 1, False, ranks=4, model="deepseek", mixture=True,
+        flags=(*DIVIDED, "--balance_rate", 0.02, *EMA, *WAITING, *WANDB),
     ),
 )  # fmt: skip
 

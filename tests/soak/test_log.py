@@ -85,7 +85,8 @@ def test_the_preflight_accepts_every_configuration(tmp_path):
     configurations.write_data(tmp_path / "data")
     for each in configurations.ROTATION:
         flags = configurations.flags(each, tmp_path, tmp_path / "run", 4000)
-        alone = {**environment(), "WORLD_SIZE": str(each.ranks)}
+        ranks = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(each.ranks))
+        alone = {**environment(), **ranks}
         check.check([*map(str, flags), "--check"], alone)
 
 

@@ -10,13 +10,24 @@ from zerolm.plan.rank_share import Shapes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Tokens that the busiest rank of a group gets, relative to the mean: assumed. The busiest expert of
-# 16 gets 1.2 to 2.3 times the mean (docs/experts.md); a rank has several.
+# Tokens that the busiest rank of a group gets, relative to the mean: assumed unless a plan is told
+# (`--rank_imbalance`). The busiest expert of 16 gets 1.2 to 2.3 times the mean (docs/experts.md); a
+# rank has several.
 IMBALANCE = 1.2
 # Copies of the rows that a rank has received which a layer keeps for the backward pass, and further
 # ones that exist during the exchange. Counted for Qwen3-MoE with equal widths: 6.0 to 6.3, as many
 # as with whole experts.
 KEPT_COPIES, LIVE_COPIES = 6, 3
+
+
+def busiest_share(layout: Layout, imbalance: float) -> float:
+    """Return the tokens of a layer that the busiest rank gets, divided by the mean over its group.
+
+    Args:
+        imbalance: this ratio in a large group, as `router/rank_imbalance` reports it; the ratio
+            cannot be more than the number of ranks in a group.
+    """
+    return min(imbalance, layout.experts)
 
 
 def num_layers(shapes: Shapes) -> int:
@@ -37,14 +48,17 @@ def memory_bytes(
     tokens: int,
     weight_bytes: int,
     recomputed: bool,
+    imbalance: float = IMBALANCE,
 ) -> int:
     """Return the bytes that a micro-batch takes in addition to the activations of whole experts.
 
     Args:
         tokens: number of tokens in a rank's micro-batch.
         recomputed: whether layers are recomputed, so that only one keeps its rows.
+        imbalance: see `busiest_share`.
     """
     if layout.experts == 1:
         return 0
-    kept = KEPT_COPIES * (IMBALANCE - 1) * (1 if recomputed else num_layers(shapes))
-    return int(tokens * row_bytes(config, weight_bytes) * (kept + LIVE_COPIES * IMBALANCE))
+    busiest = busiest_share(layout, imbalance)
+    kept = KEPT_COPIES * (busiest - 1) * (1 if recomputed else num_layers(shapes))
+    return int(tokens * row_bytes(config, weight_bytes) * (kept + LIVE_COPIES * busiest))

@@ -306,6 +306,7 @@ def fitting_micro_batch(
     loss_chunk_tokens: int = 0,
     kept_bytes: int = 0,
     compiled: bool = False,
+    rank_imbalance: float = exchange.IMBALANCE,
 ) -> int:
     """Return the largest micro-batch size that fits: a power of two that divides `per_rank`.
 
@@ -316,6 +317,7 @@ def fitting_micro_batch(
         loss_chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
         compiled: blocks are compiled.
+        rank_imbalance: see `exchange.busiest_share`.
     """
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
@@ -330,7 +332,7 @@ def fitting_micro_batch(
         chunk_tokens=loss_chunk_tokens,
     )
     row = exchange.memory_bytes(
-        config, shapes, layout, seq_len, profile.weight_bytes, bool(checkpointing)
+        config, shapes, layout, seq_len, profile.weight_bytes, bool(checkpointing), rank_imbalance
     )
     sizes = defaults.micro_batch_candidates(per_rank)
     fitting = (size for size in sizes if found.peak(checkpointing, size) + size * row <= free)

@@ -19,7 +19,7 @@ from zerolm.ds_config.resolve import resolve_profile
 from zerolm.model import loss_chunks
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
-from zerolm.plan import budget, memory
+from zerolm.plan import budget, exchange, memory
 from zerolm.plan.rank_share import config_of_rank
 
 
@@ -32,6 +32,7 @@ def resolve_settings(
     layout: Layout,
     memory_bytes: int | None,
     round_batch: bool = False,
+    rank_imbalance: float = exchange.IMBALANCE,
 ) -> Settings:
     """Return the settings with missing values filled in; problems are added to `found`.
 
@@ -41,6 +42,7 @@ def resolve_settings(
         memory_bytes: memory of one device; None on a CPU.
         round_batch: round a default batch size up to full micro-batches on every rank, instead of
             reporting that it is not divisible.
+        rank_imbalance: see `exchange.busiest_share`.
     """
     replicas = layout.replicas
     if settings.seq_len is None and model is not None:
@@ -63,7 +65,9 @@ def resolve_settings(
     found.problems += problems
     if model is not None and seq_len is not None and not problems:
         settings = _with_schedule(settings, seq_len, model, profile, flops, found)
-        settings = _with_micro_batch(settings, seq_len, model, profile, found, layout, memory_bytes)
+        settings = _with_micro_batch(
+            settings, seq_len, model, profile, found, layout, memory_bytes, rank_imbalance
+        )
     found.problems += budget.schedule_problems(settings)
     return settings
 
@@ -104,6 +108,7 @@ def _with_micro_batch(
     found: Findings,
     layout: Layout,
     memory_bytes: int | None,
+    rank_imbalance: float,
 ) -> Settings:
     """Return the settings with the micro-batch size and the loss's chunk size filled in."""
     schedule = budget.batch_schedule(settings)
@@ -125,6 +130,7 @@ def _with_micro_batch(
             loss_chunk_tokens=settings.loss_chunk_tokens or 0,
             kept_bytes=settings.kept_bytes(),
             compiled=settings.compile,
+            rank_imbalance=rank_imbalance,
         )
     if accumulation and micro * accumulation * layout.replicas != batch:
         found.problems.append(

@@ -1,15 +1,18 @@
 """The seconds that divided experts need against closed forms, and when they beat ZeRO-3."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
 from launch.estimate import collectives, expert_exchange
+from launch.estimate.estimate import device_memory
 from launch.estimate.planned_run import plan_run
-from launch.estimate.step_time import step_time
+from launch.estimate.step_time import COSTS, step_time
 from tests import ROOT
 from tests.launching import write_json
+from zerolm.__main__ import main
 from zerolm.ds_config.profile import Profile
 from zerolm.model.architecture import is_routed_expert
 from zerolm.model.model import Model
@@ -84,6 +87,52 @@ def test_zero_3_gathers_experts_among_the_ranks_that_have_them(model):
     assert found.serial == pytest.approx(expert_exchange.exchange_seconds(run, SHARE))
     whole = collectives.collectives(planned(model, 3, None))
     assert whole.serial == 0 and whole.passes > found.passes
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 3.0, 50.0])
+def test_the_busiest_rank_sets_pace_and_memory(model, imbalance):
+    """Its tokens are at most all tokens of the group, which are as many means as it has ranks."""
+    busiest = min(imbalance, 8)
+    run = planned(model)
+    other = dataclasses.replace(run, rank_imbalance=imbalance)
+    calls = 2 * (LAYERS - 1) * ACCUMULATION * 3 * expert_exchange.CALL_SECONDS
+    seconds = [expert_exchange.exchange_seconds(each, SHARE) - calls for each in (run, other)]
+    assert seconds[1] / seconds[0] == pytest.approx(busiest / exchange.IMBALANCE)
+    rows = 1024 * ACTIVE * HIDDEN * 2
+    found = [device_memory(each).activations for each in (run, other)]
+    copies = exchange.KEPT_COPIES * (LAYERS - 1) + exchange.LIVE_COPIES
+    assert found[1] - found[0] == pytest.approx(copies * rows * (busiest - exchange.IMBALANCE))
+    products = [step_time(each).compute for each in (run, other)]
+    rate = run.hardware.bf16 * run.hardware.attained
+    more = COSTS.experts * run.routed_flops * (busiest - exchange.IMBALANCE) / rate
+    assert products[1] - products[0] == pytest.approx(1024 * ACCUMULATION * more)
+
+
+def test_a_plan_takes_the_imbalance_that_a_run_has_measured(model, capsys, tmp_path):
+    def plan(*words):
+        code = main(["plan", "--json", "--total_tokens", "1B", *map(str, words)])
+        return code, capsys.readouterr()
+
+    names = ["--model_config", model.path, "--deepspeed_config", ROOT / "ds_configs/zero1.json"]
+    names += ["--expert_parallel", 8]
+    usual, uneven = (
+        json.loads(plan(*names, *more)[1].out) for more in ([], ["--rank_imbalance", 2.5])
+    )
+    assert (usual["rank_imbalance"], uneven["rank_imbalance"]) == (exchange.IMBALANCE, 2.5)
+    assert uneven["tokens_per_second"] < usual["tokens_per_second"]
+    searched = [
+        json.loads(plan("--search", "--model_config", model.path, *more)[1].out)
+        for more in ([], ["--rank_imbalance", 2.5])
+    ]
+    rates = [{each["profile"]: each["figures"] for each in found} for found in searched]
+    for name, figures in rates[0].items():
+        slower = figures["tokens_per_second"] > rates[1][name]["tokens_per_second"]
+        assert slower == ("experts over" in name), name
+    code, printed = plan(*names, "--rank_imbalance", 0.5)
+    assert code == 2 and "--rank_imbalance: 0.5 must be at least 1" in printed.err
+    dense = ["--model_config", ROOT / "model_configs/llama-160m.json", "--rank_imbalance", 2]
+    code, printed = plan(*dense)
+    assert code == 2 and "llama-160m.json is not a mixture of experts" in printed.err
 
 
 def test_divided_experts_beat_zero_3_only_where_links_between_hosts_are_slow(model):
