@@ -106,6 +106,7 @@ def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path
 
 def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
     """Print what was written, what was skipped, and the processing speed."""
+    from data_prep.tokenizer.backends import load_tokenizer_json
     from zerolm.shards import boundaries
     from zerolm.shards.reader import open_source
 
@@ -120,8 +121,9 @@ def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
         print(f"    bytes per token      {manifest['text_bytes'] / tokens:.3f}  (EOS included)")
     first = summary.manifests[0]
     source = open_source(outputs[0])
-    print(f"between documents: {boundaries.described(source)}")
-    for line in boundaries.notices(source):
+    known = boundaries.read_boundaries(source.tokenizer_directory(), load_tokenizer_json)
+    print(f"between documents: {boundaries.described(source, known)}")
+    for line in boundaries.notices(source, known):
         print(f"note: {line}")
     for line in summary.input_lines:
         print(line)

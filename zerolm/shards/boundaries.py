@@ -8,7 +8,7 @@ import codecs
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, ShardError
 from zerolm.shards.reader import Source
@@ -48,8 +48,11 @@ class Boundaries(NamedTuple):
     shown: Callable[[int], str]
 
 
-def read_boundaries(directory: Path) -> Boundaries:
+def read_boundaries(directory: Path, load: Callable[[Path], Any] = load_backend) -> Boundaries:
     """Read the template of the tokenizer in a directory.
+
+    Args:
+        load: loads a tokenizer.json, such as a function that has loaded the same file before.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded.
@@ -66,7 +69,7 @@ def read_boundaries(directory: Path) -> Boundaries:
             _shown(tokenizer.convert_ids_to_tokens),
         )
     try:
-        backend = load_backend(directory / TOKENIZER_FILE)
+        backend = load(directory / TOKENIZER_FILE)
     except Exception as error:  # the library raises bare Exceptions
         raise ConfigError(f"{directory / TOKENIZER_FILE}: cannot be read ({error}).") from None
     backend.no_truncation()
@@ -89,9 +92,8 @@ def _shown(name: Callable[[int], object]) -> Callable[[int], str]:
     return lambda number: f"{name(number)} (id {number})"
 
 
-def described(source: Source) -> str:
+def described(source: Source, known: Boundaries) -> str:
     """Return what is between a source's documents, and what its tokenizer itself would add."""
-    known = read_boundaries(source.tokenizer_directory())
     shown = known.shown
     begins = "" if source.bos_id is None else f"{shown(source.bos_id)} before and "
     text = f"{begins}{shown(source.eos_id)} after each document; the tokenizer itself would add "
@@ -103,16 +105,19 @@ def described(source: Source) -> str:
     return text + (" and ".join(parts) or "nothing")
 
 
-def notices(source: Source) -> list[str]:
+def notices(source: Source, known: Boundaries | None = None) -> list[str]:
     """Return a line for each difference between a source's documents and what its tokenizer adds.
 
     Returns nothing if there is no tokenizer, or if it is damaged, which other checks report.
+
+    Args:
+        known: of the source's tokenizer, if it has been read.
     """
     try:
         directory = source.tokenizer_directory()
         if not directory.is_dir():
             return []
-        (before, after), eos_id, shown = read_boundaries(directory)
+        (before, after), eos_id, shown = known or read_boundaries(directory)
     except (ConfigError, ShardError):
         return []
     name, lines = source.directory, []
