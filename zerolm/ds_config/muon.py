@@ -151,11 +151,11 @@ def layouts(model: Any) -> dict[str, bool | None]:
 
 
 def transposed_shapes(model: Any) -> set[tuple[int, ...]]:
-    """Return the shapes of the tensors whose matrices are (in, out)."""
-    from zerolm.engine.parameters import full_shape
+    """Return the shapes, on this rank, of the tensors whose matrices are (in, out)."""
+    from zerolm.engine.parameters import own_shape
 
     return {
-        tuple(full_shape(model.get_parameter(name)))
+        tuple(own_shape(model.get_parameter(name)))
         for name, is_transposed in layouts(model).items()
         if is_transposed
     }

@@ -112,8 +112,8 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     if kind.lower() in FULL_MATRIX_STATES:
         found.append(
             f"{where}: optimizer: {kind} keeps the momentum of full matrices, which cannot be "
-            f"resharded. Resume with the world size, ZeRO stage and offload that it was written "
-            f"with."
+            f"resharded. Resume with the world size, ZeRO stage, offload and --expert_parallel "
+            f"that it was written with."
         )
     if "nvme" in {offload, *profile.offloads.values()}:
         found.append(

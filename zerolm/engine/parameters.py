@@ -44,7 +44,12 @@ def replace(old: Any, new: Any) -> None:
 
 def full_shape(parameter: Any) -> torch.Size:
     """Return the shape of the complete parameter."""
-    return getattr(parameter, "expert_shape", getattr(parameter, "ds_shape", parameter.shape))
+    return getattr(parameter, "expert_shape", own_shape(parameter))
+
+
+def own_shape(parameter: Any) -> torch.Size:
+    """Return the shape of a parameter, or of this rank's slice of it, before ZeRO-3 partitions it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def num_values(parameter: Any) -> int:

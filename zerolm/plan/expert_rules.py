@@ -14,7 +14,7 @@ from zerolm.model.architecture import meta_model, num_experts
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-OPTIMIZERS = ("adam", "adamw")
+OPTIMIZERS = ("adam", "adamw", "muon")
 WITHOUT = "Remove it, or the flag"
 # Keys of zero_optimization, with the largest value that has no effect.
 NOT_COMPARED = {

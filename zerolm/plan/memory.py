@@ -18,7 +18,7 @@ from zerolm.engine.reduction_choice import DEEPSPEED_BUCKET
 from zerolm.model import activation_memory
 from zerolm.model.model import hidden_size
 from zerolm.plan import exchange, muon_memory
-from zerolm.plan.rank_share import Shapes, shapes_of_rank, shard_values
+from zerolm.plan.rank_share import Shapes, parts_of_rank, shapes_of_rank, shard_values
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,9 +98,14 @@ def model_states(
         "master": profile.master_bytes * shard,
     }
     if profile.uses_muon:
-        device["optimizer"] = muon_memory.state_bytes(shapes, profile, world_size)
+        parts = parts_of_rank(shapes, layout)
+        device["optimizer"] = sum(
+            muon_memory.state_bytes(part, profile, ranks) for part, ranks in parts
+        )
         if stage == 2:
-            device["gradients"] = muon_memory.gradient_bytes(shapes, profile, world_size)
+            device["gradients"] = sum(
+                muon_memory.gradient_bytes(part, profile, ranks) for part, ranks in parts
+            )
     device["optimizer"] += kept_bytes * shard
     if stage == 1 and profile.keeps_micro_batch_gradients:
         device["gradients"] += weight_bytes * total  # in addition to the fp32 sums

@@ -49,15 +49,24 @@ def shard_values(shapes: Shapes, layout: Layout) -> int:
     Args:
         shapes: a rank's parameter shapes.
     """
-    values = {False: 0, True: 0}
-    ranks = {False: layout.shards, True: layout.axis("expert_copies").size}
-    for name, shape in shapes.items():
-        divided = layout.experts > 1 and is_routed_expert(name)
-        size = math.prod(shape)
-        if layout.partitions_weights:  # each parameter separately, padded
-            size = -(-size // ranks[divided]) * ranks[divided]
-        values[divided] += size
-    return sum(-(-size // ranks[divided]) for divided, size in values.items())
+    values = 0
+    for part, ranks in parts_of_rank(shapes, layout):
+        sizes = [math.prod(shape) for shape in part.values()]
+        if not layout.partitions_weights:  # otherwise each parameter is divided separately
+            sizes = [sum(sizes)]
+        values += sum(-(-size // ranks) for size in sizes)
+    return values
+
+
+def parts_of_rank(shapes: Shapes, layout: Layout) -> list[tuple[Shapes, int]]:
+    """Return a rank's parameter shapes in parts, each with the number of ranks over which ZeRO
+    partitions its states: divided experts, and all others.
+    """
+    if layout.experts == 1:
+        return [(shapes, layout.shards)]
+    experts = {name: shape for name, shape in shapes.items() if is_routed_expert(name)}
+    others = {name: shape for name, shape in shapes.items() if name not in experts}
+    return [(others, layout.shards), (experts, layout.axis("expert_copies").size)]
 
 
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":
