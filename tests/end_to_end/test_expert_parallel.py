@@ -141,6 +141,60 @@ def test_a_run_equals_plain_pytorch(tmp_path, corpus, reference, ranks, degree) 
             np.testing.assert_allclose([*found.values()], ratios)
 
 
+def muon(path: Path, stage: int, bf16: bool = False) -> Path:
+    """Write a DeepSpeed config with Muon."""
+    ds = json.loads(profile(path, stage, bf16).read_text())
+    ds |= {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}, "gradient_clipping": 0.0}
+    ds["zero_optimization"]["reduce_scatter"] = stage != 3
+    return write_json(path, ds)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_muon_updates_divided_experts_like_whole_ones(tmp_path, corpus, name) -> None:
+    """The matrices of gpt-oss's experts are (inputs, outputs). Newton-Schulz is in float32."""
+    cases = [(2, 1), (1, 2), (2, 2), (3, 2)]
+    jobs = [
+        {
+            "flags": flags(
+                tmp_path, corpus, f"{stage}-{degree}", MODELS[name], stage, degree,
+                "--deepspeed_config", muon(tmp_path / f"muon{stage}.json", stage),
+            ),
+            "exact": True,
+        }
+        for stage, degree in cases
+    ]  # fmt: skip
+    runs_in_one_process.launch(jobs, tmp_path)
+    for key, limit in (("train/loss", 1e-7), ("train/param_norm", 1e-6)):
+        whole, *divided = (
+            np.array([*rows(tmp_path / f"{stage}-{degree}", key).values()])
+            for stage, degree in cases
+        )
+        found = [float(np.abs(each / whole - 1).max()) for each in divided]
+        print(key, found)
+        assert len(whole) == STEPS and max(found) < limit
+    for stage in (2, 3):
+        run, out = tmp_path / f"{stage}-2", tmp_path / f"model-{stage}"
+        assert main(["export", str(run), str(out), "--precision", "fp32"]) == 0
+
+
+@pytest.mark.soak
+def test_compiled_blocks_with_divided_experts_equal_plain_pytorch(
+    tmp_path, corpus, reference
+) -> None:
+    cases = [("mixtral", 1, ("--gradient_checkpointing", "full")), ("gpt-oss", 3, ())]
+    jobs = [
+        {"flags": flags(tmp_path, corpus, name, MODELS[name], stage, 2, "--compile", *more)}
+        for name, stage, more in cases
+    ]
+    printed = runs_in_one_process.launch(jobs, tmp_path)
+    assert "compile: 2 blocks" in printed and "graph breaks" not in printed
+    for name, _, _ in cases:
+        found = differences(tmp_path / name, reference(name))
+        print(name, found)
+        assert {key: each for key, each in found.items() if each > LIMITS[False].get(key, 1)} == {}
+
+
 def test_initial_weights_are_those_of_whole_experts(tmp_path, corpus) -> None:
     """The fingerprint is of all bits."""
     jobs = [
@@ -243,15 +297,30 @@ def test_ranks_whose_experts_get_no_token_take_the_same_steps(tmp_path, corpus) 
         (1, False, ()),
         (3, True, ()),
         (3, False, ("--memory_checkpoint_interval", 2)),
+        (2, True, ("muon",)),
+        (3, False, ("muon", "--compile")),
     ],
-    ids=["zero1-bf16", "zero2-memory", "zero1", "zero3-bf16", "zero3-memory"],
+    ids=[
+        "zero1-bf16",
+        "zero2-memory",
+        "zero1",
+        "zero3-bf16",
+        "zero3-memory",
+        "zero2-bf16-muon",
+        "zero3-muon-compiled",
+    ],
 )
 def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, stage, bf16, more) -> None:
     found = {}
     for name, fault in (("uninterrupted", {}), ("killed", {"FAULT": "step.begin:1:9:kill"})):
         (tmp_path / name).mkdir()
+        added = [each for each in more if each != "muon"]
+        if "--compile" not in more:  # a compiled block does not count loads
+            added += BALANCED["deepseek"]
+        if "muon" in more:
+            added += ["--deepspeed_config", muon(tmp_path / name / "muon.json", stage, bf16)]
         arguments = flags(
-            tmp_path / name, corpus, "run", DEEPSEEK, stage, 2, *BALANCED["deepseek"], *more,
+            tmp_path / name, corpus, "run", DEEPSEEK, stage, 2, *added,
             "--checkpoint_interval", 3, bf16=bf16,
         )  # fmt: skip
         done = run_ranks(4, *arguments, **fault)

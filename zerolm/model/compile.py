@@ -18,6 +18,7 @@ from zerolm.common.machine import compile_problem
 from zerolm.common.remembered import recall
 from zerolm.engine import replaced
 from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
+from zerolm.model.experts import UNCOMPILED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,12 +148,13 @@ def _store_output(module: Any, args: Any, output: Any) -> None:
 
 
 def graph_break_notice() -> str | None:
-    """Return a notice about all graph breaks so far or about too many graphs, or None if there were
-    neither.
+    """Return a notice about all graph breaks so far, except those for divided experts, or about too
+    many graphs, or None if there were neither.
     """
     from torch._dynamo.utils import counters
 
-    reasons = sorted({str(reason).strip().splitlines()[0] for reason in counters["graph_break"]})
+    texts = [each for each in map(str, counters["graph_break"]) if UNCOMPILED not in each]
+    reasons = sorted({text.strip().splitlines()[0] for text in texts})
     if reasons:
         return f"compile: graph breaks make the blocks slower: {'; '.join(reasons)}"
     if (count := counters["stats"]["unique_graphs"]) >= MAX_GRAPHS:

@@ -26,6 +26,8 @@ from zerolm.engine import experts
 from zerolm.engine.parameters import full_shape, replace
 
 IMPLEMENTATION = "zerolm_expert_parallel"  # in transformers' table of experts functions
+# Why `--compile` leaves the exchange out of its graphs, as torch reports it.
+UNCOMPILED = "zerolm: numbers of rows are known only while it runs"
 # Sends rows, given their numbers for each rank of the group and those arriving from each; without
 # numbers, as many to each as from each. Returns the rows that arrive, by source.
 Exchange = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
@@ -111,13 +113,15 @@ class _Exchanged(torch.autograd.Function):
         return exchange(gradient.contiguous(), received, sent), None, None, None
 
 
+@partial(torch.compiler.disable, reason=UNCOMPILED)
 def exchanged(
     self: Any, hidden_NH: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, as transformers' own experts functions do.
 
     Called by a module of experts as its `forward`. Every rank of the expert group must call this;
-    each has its own number of tokens N. Waits for the device twice, for the numbers of rows.
+    each has its own number of tokens N. Waits for the device twice, for the numbers of rows. With
+    `--compile`, a block is compiled in two parts, before and after this function.
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 

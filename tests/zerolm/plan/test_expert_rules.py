@@ -50,6 +50,9 @@ def test_a_rank_has_its_experts_and_a_share_of_the_states_of_both_kinds():
     persistent = 2 * (800 + 200)
     assert states.weights == 2 * (800 // 8 + 200 // 2) + persistent
     assert states.master == 4 * (800 // 8 + 200 // 2)
+    muon = Profile.parse({**zero(3), "optimizer": {"type": "Muon"}})
+    states = memory.model_states(shapes, muon, Layout(8, experts=4))
+    assert states.optimizer == 8 * (800 // 8) + 4 * (200 // 2), "moments, momentum"
     sizes = [memory.checkpoint_bytes(shapes, profile, experts=degree) for degree in (1, 4)]
     assert sizes[0] - sizes[1] == 2 * 600, "the weights of other ranks' experts"
 
@@ -62,11 +65,10 @@ REFUSED = {
     "hpZ": (zero(3, zero_hpz_partition_size=2), {}, "zero_hpz_partition_size. Remove it"),
     "offload": (zero(2, offload_optimizer={"device": "cpu"}), {}, "offload_optimizer"),
     "fp16": ({**ZERO1, "bf16": {}, "fp16": {"enabled": True}}, {}, "fp16. Use bf16"),
-    "Muon": ({**ZERO1, "optimizer": {"type": "Muon"}}, {}, "optimizer.type Muon. Use AdamW"),
+    "Lion": ({**ZERO1, "optimizer": {"type": "Lion"}}, {}, "optimizer.type Lion. Use AdamW"),
     "scheduler": ({**ZERO1, "scheduler": {"type": "WarmupLR"}}, {}, "scheduler. Use --schedule"),
     "scaling": ({**ZERO1, "prescale_gradients": True}, {}, "prescale_gradients. Remove it"),
     "alignment": (zero(parameter_alignment=8), {}, "parameter_alignment. Remove it"),
-    "compile": (ZERO1, {"compile": True}, "--compile: not supported with"),
     "fp8": (ZERO1, {"fp8": True}, "--fp8: not supported with"),
     "groups": (ZERO1, {"shard_within": 2}, "--shard_within: not supported with"),
     "dense": (ZERO1, {"model": LLAMA}, "m.json: llama is not a mixture of experts"),
