@@ -48,7 +48,7 @@ def full_shape(parameter: Any) -> torch.Size:
 
 
 def own_shape(parameter: Any) -> torch.Size:
-    """Return the shape of a parameter, or of this rank's slice of it, before ZeRO-3 partitions it."""
+    """Return the shape of a parameter or of this rank's slice, before ZeRO-3 partitions it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
