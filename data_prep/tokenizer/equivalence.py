@@ -1,10 +1,9 @@
 """Tests whether an encoder's ids equal a reference's, and for which code points.
 
-Both encode every likely code point in several contexts, every pair of ASCII characters, pairs of
-all categories, the tokens of the vocabulary, and random texts of many kinds
-(`data_prep.tokenizer.fuzz_texts`). Non-ASCII code points that cause a difference are excluded from
-the proven code points; if there is any other difference, the encoder is refused. Independent of
-specific encoders.
+Both encode every likely code point in several contexts, every pair of ASCII characters, the tokens
+of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). Non-ASCII code
+points that cause a difference are excluded from the proven code points; if there is any other
+difference, the encoder is refused. Independent of specific encoders.
 """
 
 import itertools
@@ -66,7 +65,7 @@ def check_equivalence(
     excluded: set[int] = set()
 
     def other_texts(number: int) -> list[MakeTexts]:
-        """Return the texts of a round: random ones, those of the vocabulary, and pairs."""
+        """Return the texts of a round: random ones, and those of the vocabulary."""
         allowed = [each for each in tried if each not in excluded]
         chosen = [each for each in tokens if excluded.isdisjoint(map(ord, each + each.upper()))]
         texts = _slices(fuzz_texts.vocabulary_texts(chosen))
@@ -75,7 +74,6 @@ def check_equivalence(
         return [
             *(partial(fuzz_texts.random_texts, each, allowed, count) for each in seeds),
             *(partial(_together, each) for each in texts),
-            partial(fuzz_texts.pair_texts, frozenset(excluded)),
         ]
 
     code_points = [partial(_packed, each) for each in _slices(tried)]

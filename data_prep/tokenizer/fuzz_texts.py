@@ -50,12 +50,6 @@ AFTER_CONTRACTIONS = ("", " ", "x", "'", "1", "é", "\u0301")
 ASCII = "".join(map(chr, range(128)))
 CONTROLS = [*map(chr, range(32)), *("\x7f" for _ in range(32)), *map(chr, range(128, 160))]
 SIX_OF_TEN = (True, True, True, False, False)
-# Code points of each category, and letters of many scripts, which are tried in pairs.
-OF_EACH_CATEGORY = (
-    "aA0 .'\n-_éßſİǅʰªΩжאعकงᄀ가あカ中〇𠀀𗀅\ue123٣४๒３²½Ⅷ①𝟙"
-    "\u0301\u0345\u093f\u0e31\u200d\ufe0f\u20e3\xad\u200b\ufeff\x85\xa0\u2003\u2028\u3000"
-    "€∑☃👍🏽🇨«»“…—。、？‿`´"
-)
 APOSTROPHES = "''''’ʼ`´"
 SYMBOLS = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~…—–«»“”€£∑√≠©®™°§¶†•→☃♥'
 CODE = (
@@ -140,13 +134,6 @@ def ascii_texts() -> Iterator[str]:
     for one in "a0 =-\n\t":
         yield from (one * length for length in (7, 31, 64, 255, 4096))
     yield from ("", "don't", "DON'T", *CODE)
-
-
-def pair_texts(excluded: Collection[int]) -> Iterator[str]:
-    """Yield pairs of code points of all categories, without those excluded."""
-    chosen = [one for one in OF_EACH_CATEGORY if ord(one) not in excluded]
-    for first in chosen:
-        yield "".join(f"{first}{second} " for second in chosen)
 
 
 def vocabulary_texts(tokens: Collection[str]) -> Iterator[str]:

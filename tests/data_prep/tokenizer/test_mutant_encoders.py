@@ -31,11 +31,6 @@ REPLACED = {
     "a contraction with a long s": ("'\u017f", "'s", {0x17F}),
     "marks in another order": ("\u0345\u0334", "\u0334\u0345", {0x334, 0x345}),
     "a pair of categories": ("([\u0430-\u044f])\u0301", r"\1", {0x430}),
-    "a pair of categories of two scripts": (
-        "([\u4e00-\u9fff])([\u0660-\u0669])",
-        r"\1 \2",
-        {0x4E2D, 0x663},
-    ),
     "white space at the end": (r"\s+\Z", "", None),
     "line breaks": ("\r\n", "\n", None),
     "a long run of spaces": (" {25,}", " ", None),
