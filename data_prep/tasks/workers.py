@@ -111,7 +111,7 @@ class _Worker:
     """The parent's handle to a worker process."""
 
     def __init__(self, prepare: Callable[[], Callable], index: int):
-        forked = can_fork()
+        forked = _has_one_thread()
         context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         self.connection, child_connection = context.Pipe()
         self.process = context.Process(
@@ -169,7 +169,7 @@ class _Worker:
             self.process.join()
 
 
-def can_fork() -> bool:
+def _has_one_thread() -> bool:
     """Return whether the process has no threads other than this one, counting library threads."""
     try:
         for _ in range(2):

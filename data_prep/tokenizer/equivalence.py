@@ -6,31 +6,25 @@ points that cause a difference are excluded from the proven code points; if ther
 difference, the encoder is refused. Independent of specific encoders.
 """
 
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from data_prep.tasks.workers import can_fork, ordered_map
 from data_prep.tokenizer import fuzz_texts
-from data_prep.tokenizer.backends import BackendFailed, Encode
+from data_prep.tokenizer.backends import Encode
 
-CHECK_VERSION = 4  # version of the texts and rules; cached results from other versions are ignored
+CHECK_VERSION = 3  # version of the texts and rules; cached results from other versions are ignored
 RANDOM_TEXTS = 5000  # per round, about 1 MB
 MAX_VOCABULARY_TEXTS = 20_000
 MAX_ROUNDS = 6  # rounds of random texts; the check ends after a round without a difference
 MAX_EXCLUDED = 0.5  # fraction of the code points; above it, few documents could use the encoder
 MAX_MINIMIZED = 40  # differing texts minimized per round; each takes a few hundred trials
-TEXTS_TOGETHER = 32  # short texts are tried together, because each call has a fixed cost
-PARTS = 8  # of the texts of a kind, which processes share
+CODE_POINTS_PER_TEXT = 16  # code points tried together, because each call has a fixed cost
 CHUNK_CHARACTERS = 1 << 15
-
-T = TypeVar("T")
-MakeTexts = Callable[[], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -59,38 +53,22 @@ def check_equivalence(
         vocabulary: the texts of all tokens, including special tokens.
     """
     comparison = _Comparison(reference, candidate)
+    different = comparison.differing(fuzz_texts.ascii_texts())
+    if different:
+        return comparison.refuse(different[0])
     tried = fuzz_texts.likely_code_points()
-    step = max(1, len(vocabulary) // MAX_VOCABULARY_TEXTS)
-    tokens = vocabulary[::step]
     excluded: set[int] = set()
-
-    def other_texts(number: int) -> list[MakeTexts]:
-        """Return the texts of a round: random ones, and those of the vocabulary."""
-        allowed = [each for each in tried if each not in excluded]
-        chosen = [each for each in tokens if excluded.isdisjoint(map(ord, each + each.upper()))]
-        texts = _slices(fuzz_texts.vocabulary_texts(chosen))
-        seeds = range((seed + number) * PARTS, (seed + number + 1) * PARTS)
-        count = RANDOM_TEXTS // PARTS
-        return [
-            *(partial(fuzz_texts.random_texts, each, allowed, count) for each in seeds),
-            *(partial(_together, each) for each in texts),
-        ]
-
-    code_points = [partial(_packed, each) for each in _slices(tried)]
-    found = comparison.differing([fuzz_texts.ascii_texts, *code_points, *other_texts(0)])
-    if found[0]:
-        return comparison.refuse(found[0][0])
-    differing = [text for texts in found[1 : 1 + len(code_points)] for text in texts]
-    refusal = _try_code_points(comparison, differing, len(tried), excluded)
+    refusal = _try_code_points(comparison, tried, excluded)
     if refusal is not None:
         return refusal
-    found = found[1 + len(code_points) :]
+    step = max(1, len(vocabulary) // MAX_VOCABULARY_TEXTS)
+    vocabulary_texts = list(fuzz_texts.vocabulary_texts(vocabulary[::step]))
     for number in range(MAX_ROUNDS):
-        if number or excluded:  # the texts of the first round were made without exclusions
-            found = comparison.differing(other_texts(number))
-        different = [text for texts in found for text in texts]
+        allowed = [each for each in tried if each not in excluded]
+        texts = [*fuzz_texts.random_texts(seed + number, allowed, RANDOM_TEXTS)]
+        texts += [text for text in vocabulary_texts if excluded.isdisjoint(map(ord, text))]
+        different = comparison.differing(texts)
         if not different:
-            allowed = [each for each in tried if each not in excluded]
             return EquivalenceResult(
                 None,
                 _ranges([*range(128), *allowed]),
@@ -105,34 +83,27 @@ def check_equivalence(
 
 
 def _try_code_points(
-    comparison: "_Comparison", differing: Sequence[str], num_tried: int, excluded: set[int]
+    comparison: "_Comparison", tried: Sequence[int], excluded: set[int]
 ) -> EquivalenceResult | None:
     """Add the code points that cause a difference to `excluded`.
 
-    Args:
-        differing: texts of several code points whose ids differ; now each is tried alone.
+    Each code point is tried in a text with other code points, and alone if the ids for that text
+    differ.
 
     Returns:
         A refusal if code points do not explain a difference, or if too many would have to be
         excluded.
     """
-    for packed in differing:
+    for packed in comparison.differing(_packed(tried)):
         inside = sorted(set(map(ord, packed)) - set(range(128)))
-        alone = comparison.compare(map(fuzz_texts.code_point_text, inside))
+        alone = comparison.differing(fuzz_texts.code_point_text(number) for number in inside)
         numbers = {number for number in inside if fuzz_texts.code_point_text(number) in alone}
         if not numbers and not _exclude(comparison, packed, excluded):
             return comparison.refuse(packed)
         excluded |= numbers
-        if len(excluded) > MAX_EXCLUDED * num_tried:
+        if len(excluded) > MAX_EXCLUDED * len(tried):
             return comparison.refuse(packed)
     return None
-
-
-class _Answer(NamedTuple):
-    differing: list[str]
-    num_texts: int
-    num_bytes: int
-    error: str | None = None
 
 
 class _Comparison:
@@ -141,39 +112,16 @@ class _Comparison:
     def __init__(self, reference: Encode, candidate: Encode):
         self.reference, self.candidate = reference, candidate
         self.num_texts = self.num_bytes = 0
+        self._candidate_lock = threading.Lock()
 
-    def differing(self, parts: Sequence[MakeTexts]) -> list[list[str]]:
-        """Return the texts of each part whose ids differ; each core has a process that compares."""
-        order = sorted(range(len(parts)), key=lambda part: part % PARTS)  # of all kinds in turn
-        num_workers = min(len(os.sched_getaffinity(0)), len(parts))
-        if num_workers == 1 or not can_fork():
-            found = [self._answer(parts, part) for part in order]
-        else:
-            found = [*ordered_map(lambda: partial(self._answer, parts), order, num_workers)]
-        answers = dict(zip(order, found, strict=True))
-        for _, num_texts, num_bytes, error in found:
-            if error is not None:
-                raise BackendFailed(error)
-            self.num_texts += num_texts
-            self.num_bytes += num_bytes
-        return [answers[part].differing for part in range(len(parts))]
-
-    def _answer(self, parts: Sequence[MakeTexts], part: int) -> "_Answer":
-        """Compare a part, in this process or in one of its own."""
-        alone = _Comparison(self.reference, self.candidate)
-        try:
-            return _Answer(alone.compare(parts[part]()), alone.num_texts, alone.num_bytes)
-        except BackendFailed as failure:
-            return _Answer([], 0, 0, str(failure))
-
-    def compare(self, texts: Iterable[str]) -> list[str]:
+    def differing(self, texts: Iterable[str]) -> list[str]:
         """Return the texts whose ids differ."""
         different: list[str] = []
-        for chunk in _chunks(texts):
-            differing, num_texts, num_bytes = self._differing(chunk)
-            different += differing
-            self.num_texts += num_texts
-            self.num_bytes += num_bytes
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for differing, num_texts, num_bytes in pool.map(self._differing, _chunks(texts)):
+                different += differing
+                self.num_texts += num_texts
+                self.num_bytes += num_bytes
         return different
 
     def _differing(self, texts: list[str]) -> tuple[list[str], int, int]:
@@ -183,12 +131,14 @@ class _Comparison:
         size = sum(len(text.encode()) for text in texts)
         expected = self.reference(texts)
         try:
-            ids = self.candidate(texts)
+            with self._candidate_lock:  # gigatoken raises "Already borrowed" in a second thread
+                ids = self.candidate(texts)
         except Exception:  # a repeatable failure counts as a difference; find its text
             if len(texts) > 1:
                 return [each for text in texts for each in self._differing([text])[0]], 1, size
             try:
-                ids = self.candidate(texts)
+                with self._candidate_lock:
+                    ids = self.candidate(texts)
             except Exception:
                 return texts, 1, size
         different = [
@@ -233,20 +183,10 @@ def _exclude(comparison: _Comparison, text: str, excluded: set[int]) -> bool:
     return bool(numbers)
 
 
-def _slices(items: Iterable[T]) -> list[list[T]]:
-    """Divide items into parts, each of which has some from everywhere."""
-    items = list(items)
-    return [items[start::PARTS] for start in range(PARTS)]
-
-
 def _packed(numbers: Sequence[int]) -> Iterator[str]:
-    return _together(map(fuzz_texts.code_point_text, numbers))
-
-
-def _together(texts: Iterable[str]) -> Iterator[str]:
-    remaining = iter(texts)
-    while chunk := [*itertools.islice(remaining, TEXTS_TOGETHER)]:
-        yield "".join(chunk)
+    for start in range(0, len(numbers), CODE_POINTS_PER_TEXT):
+        together = numbers[start : start + CODE_POINTS_PER_TEXT]
+        yield "".join(map(fuzz_texts.code_point_text, together))
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:

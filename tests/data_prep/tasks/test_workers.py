@@ -22,7 +22,7 @@ from zerolm.common.errors import ConfigError, ZerolmError
 @pytest.fixture(params=["fork", "spawn"])
 def started(request, monkeypatch):
     """Forked workers, and spawned ones."""
-    monkeypatch.setattr(workers, "can_fork", lambda: request.param == "fork")
+    monkeypatch.setattr(workers, "_has_one_thread", lambda: request.param == "fork")
 
 
 def squarer(delay=0.0):
@@ -170,7 +170,7 @@ def sleeper():
 if __name__ == "__main__":
     if sys.argv[2] == "spawn":
         from data_prep.tasks import workers
-        workers.can_fork = lambda: False
+        workers._has_one_thread = lambda: False
     lock = open(sys.argv[1], "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     list(ordered_map(sleeper, range(2), 2))

@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 
 from data_prep.tokenizer import equivalence, fuzz_texts
-from data_prep.tokenizer.backends import BackendFailed
 from data_prep.tokenizer.equivalence import check_equivalence
 
 LETTERS = [*range(0xA0, 0x180), 0x301, 0x3C9, 0x4E2D, 0xAC00, 0x1F600]
-
-# Blocks of plain letters some of which have normal forms: Hangul, and compatibility ideographs.
-PARTLY_PLAIN = {*range(0xAC00, 0xD7A4), *range(0x2F800, 0x2FA20)}
 
 
 @pytest.fixture(autouse=True)
@@ -114,27 +110,6 @@ def test_the_candidate_is_called_by_one_thread_at_a_time():
     assert check_equivalence(encode, exclusive, []).refused is None
 
 
-def test_processes_compare_the_same_texts_as_one(monkeypatch):
-    changed = changed_by(lambda text: text.replace("ē", "x").replace("\u0301\u03c9", "y"))
-    found = []
-    for can_fork, cores in ((True, {0, 1, 2}), (False, {0, 1, 2}), (True, {0})):
-        monkeypatch.setattr(equivalence, "can_fork", lambda can_fork=can_fork: can_fork)
-        monkeypatch.setattr(equivalence.os, "sched_getaffinity", lambda _, cores=cores: cores)
-        for candidate in (encode, changed):
-            found.append(check_equivalence(encode, candidate, ["the", "a"]))
-    assert found[:2] == found[2:4] == found[4:] and found[1].num_excluded > 1
-
-
-def test_a_reference_that_fails_in_a_process_is_reported(monkeypatch):
-    monkeypatch.setattr(equivalence, "can_fork", lambda: True)
-
-    def fails(texts):
-        raise BackendFailed("no such token")
-
-    with pytest.raises(BackendFailed, match="no such token"):
-        check_equivalence(fails, encode, [])
-
-
 def test_an_encoder_with_too_few_proven_code_points_is_refused():
     result = check_equivalence(
         encode, changed_by(lambda text: text.encode("ascii", "replace").decode()), []
@@ -151,15 +126,8 @@ def test_the_texts_try_every_likely_code_point(monkeypatch):
         if unicodedata.category(chr(number)) not in ("Cn", "Co", "Cs")
     }
     assert known <= numbers and len(numbers) - len(known) < 8000
-    for number in (0xE9, 0x4E20, 0x1F600):
-        assert fuzz_texts.code_point_text(number).count(chr(number)) == 10
-    letters = [fuzz_texts.code_point_text(number) for number in range(0x4E21, 0x4E30)]
-    assert all(text.endswith(f"{chr(0x4E21 + n)}'s") for n, text in enumerate(letters))
-    assert {text[0] for text in letters} == {*"a A"}
-    for number in fuzz_texts.plain_letters() & known - PARTLY_PLAIN:
-        one = chr(number)
-        assert unicodedata.category(one) in ("Lo", "Lm", "So") and not unicodedata.combining(one)
-        assert one.upper() == one.lower() == one and not unicodedata.decomposition(one)
+    for number in (0xE9, 0x4E2D, 0x1F600):
+        assert fuzz_texts.code_point_text(number).count(chr(number)) >= 2
     allowed = [0xE9, 0x4E2D]
     texts = list(fuzz_texts.random_texts(7, allowed, 200))
     assert texts == list(fuzz_texts.random_texts(7, allowed, 200))
