@@ -109,6 +109,19 @@ def test_a_run_killed_at_every_point_of_a_save_equals_an_uninterrupted_one(
     assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
 
 
+def test_what_a_kill_after_the_last_save_has_left_is_removed(
+    tmp_path, llama, corpus, uninterrupted
+) -> None:
+    stage, source, _ = uninterrupted
+    run_dir = tmp_path / "run"
+    shutil.copytree(source, run_dir)
+    oldest = min((run_dir / "checkpoints").glob("step-*"))
+    oldest.rename(oldest.with_name(f".tmp-{oldest.name}"))  # a retired one, not deleted yet
+    done = run(run_flags(llama, corpus, run_dir, stage), tmp_path / "ledger")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert not list(run_dir.glob("checkpoints/.tmp-*"))
+
+
 class Bomb:
     """A pickle that runs a command when it is loaded."""
 

@@ -118,12 +118,12 @@ def delete_own(retired: Iterable[Path], names: Sequence[str]) -> None:
             directory.rmdir()
 
 
-def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
+def remove_unfinished(checkpoints: Path, needed: Path | None = None) -> list[str]:
     """Delete checkpoints that a killed run was writing or removing, and links with such names.
 
     Args:
-        needed: the temporary path of the checkpoint about to be written. A regular file with such a
-            name is set aside.
+        needed: the temporary path of the checkpoint about to be written, if any. A regular file
+            with such a name is set aside.
 
     Returns:
         One line for each path that cannot be deleted.

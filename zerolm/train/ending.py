@@ -5,8 +5,10 @@ Called by pretrain.py after the training loop. Every rank makes the same calls.
 
 import time
 
+from zerolm.checkpoint.rotation import remove_unfinished
 from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, CorruptionError, GaveUp, ZerolmError
 from zerolm.distributed import collectives, process_group
+from zerolm.run_dir.files import RunFiles
 from zerolm.train.run import Run
 from zerolm.watchdog.progress import record_progress
 
@@ -18,6 +20,9 @@ def end(run: Run) -> int:
     if run.plan.ds.block("comms_logger"):
         collectives.print_communication_table()
     if run.finished:
+        if run.rank == 0:  # what a kill after the last save has left
+            for problem in remove_unfinished(RunFiles(run.run_dir).checkpoints):
+                run.print_rank0(problem)
         log.event("done", step, tokens=run.progress.tokens)
         run.print_rank0(f"done: {step} steps, {run.progress.tokens} tokens, {run.run_dir}")
     else:
