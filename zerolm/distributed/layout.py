@@ -8,13 +8,15 @@
     copies     the ranks on `zero` with the same shard of the states, one for each copy
     experts    neighbouring ranks that together have all experts of a mixture, each its share
     expert_copies  the ranks with the same experts, over which ZeRO divides the states of these
+    stages     inside a replica each rank has some of the layers, and computes them in turn
     all        all ranks
 
 The ranks of a replica are consecutive: rank r is number r % size in replica r // size, as in
-DeepSpeed's own groups (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.19.8). Without
-tensor or sequence parallelism, a replica is one rank. Pure arithmetic;
-`zerolm.ds_config.topology` builds a run's layout, and `parallel_rules` beside it contains the rules
-for combinations.
+DeepSpeed's own groups (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.19.8). Stages are
+the exception: the ranks of a stage are consecutive, so that gradients are reduced inside hosts and
+only activations are sent between them. Without any of these, a replica is one rank. Pure
+arithmetic; `zerolm.ds_config.topology` builds a run's layout, and `parallel_rules` beside it
+contains the rules for combinations.
 """
 
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ class Layout(NamedTuple):
         sequence: degree of sequence parallelism, the number of ranks over which a replica's
             sequences are sharded.
         experts: number of ranks over which the experts of a mixture are divided.
+        stages: number of ranks over which a replica's layers are divided.
         partitions_weights: whether weights are partitioned over ranks (ZeRO-3).
         shard_within: number of ranks in each group that together hold all optimizer states; 0: all
             ranks form one group.
@@ -56,17 +59,21 @@ class Layout(NamedTuple):
     partitions_weights: bool = False
     shard_within: int = 0
     experts: int = 1
+    stages: int = 1
 
     def axis(self, name: str, rank: int = 0) -> Axis:
         """Return a rank's place on an axis."""
-        shards = self.shard_within or self.world_size // self.tensor
+        alike = self.world_size // self.tensor // self.stages  # ranks with the same matrices
+        replicas = self.world_size // self.replica_size
+        shards = self.shard_within or alike
         stride, size = {  # between neighbours; number of ranks
             "tensor": (1, self.tensor),
             "sequence": (1, self.sequence),
-            "data": (self.replica_size, self.world_size // self.replica_size),
-            "zero": (self.tensor, self.world_size // self.tensor),
+            "stages": (replicas, self.stages),
+            "data": (self.replica_size // self.stages, replicas),
+            "zero": (self.tensor, alike),
             "shards": (self.tensor, shards),
-            "copies": (self.tensor * shards, self.world_size // self.tensor // shards),
+            "copies": (self.tensor * shards, alike // shards),
             "experts": (1, self.experts),
             "expert_copies": (self.experts, self.world_size // self.experts),
             "all": (1, self.world_size),
@@ -93,7 +100,7 @@ class Layout(NamedTuple):
     @property
     def replica_size(self) -> int:
         """Number of ranks in a replica."""
-        return self.tensor * self.sequence
+        return self.tensor * self.sequence * self.stages
 
     @property
     def replicas(self) -> int:
@@ -102,7 +109,7 @@ class Layout(NamedTuple):
 
     @property
     def forms(self) -> list[str]:
-        """The axes on which the ranks of a replica divide its work."""
+        """The axes on which the ranks of a replica divide its matrices or sequences."""
         return [name for name in ("tensor", "sequence") if self.axis(name).size > 1]
 
     @property
@@ -117,14 +124,17 @@ class Layout(NamedTuple):
 
     def leads_replica(self, rank: int) -> bool:
         """Return whether a rank is the first of its replica, whose sequences it counts."""
-        return rank % self.replica_size == 0
+        names = ("tensor", "sequence", "stages")
+        return all(self.axis(name, rank).index == 0 for name in names)
 
     def counts_losses(self, rank: int) -> bool:
         """Return whether a rank's losses count towards the totals over all ranks.
 
-        The tensor-parallel ranks of a replica compute the same losses, which count once.
+        The tensor-parallel ranks of a replica compute the same losses, which count once. Of stages,
+        only the last computes losses.
         """
-        return self.axis("tensor", rank).index == 0
+        is_last = self.axis("stages", rank).index == self.stages - 1
+        return is_last and self.axis("tensor", rank).index == 0
 
     def counts_parameter(self, rank: int, is_divided: bool) -> bool:
         """Return whether a rank's values of a parameter count towards the totals over all ranks.
@@ -140,7 +150,8 @@ class Layout(NamedTuple):
         Args:
             divided_over: the axis over which the parameter is divided; None if it is complete.
         """
-        copies = {None: "all", "tensor": "zero", "experts": "expert_copies"}
+        complete = "all" if self.stages == 1 else "zero"
+        copies = {None: complete, "tensor": "zero", "experts": "expert_copies"}
         return self.axis(copies[divided_over], rank)
 
     def weights_are_equal(self) -> bool:
@@ -166,5 +177,7 @@ class Layout(NamedTuple):
             return f"{self.copies} groups of {self.shards} with all optimizer states"
         if self.experts > 1:
             return f"{self.replicas} data parallel, experts divided over {self.experts} ranks each"
+        if self.stages > 1:
+            return f"{self.replicas} data parallel x {self.stages} stages"
         forms = "".join(f" x {self.axis(form).size} {form} parallel" for form in self.forms)
         return f"{self.replicas} data parallel{forms}" if forms else ""

@@ -43,6 +43,28 @@ def test_ranks_with_equal_weights_and_with_equal_states():
     assert tensor.weight_copies("tensor", 3) == Axis(4, 1, range(1, 8, 2))
 
 
+def test_ranks_of_a_stage_are_neighbours_and_the_last_stage_counts_losses():
+    """A mesh of (stages, replicas), row by row."""
+    layout = Layout(8, stages=4)
+    mesh = torch.arange(8).view(4, 2)
+    for rank in range(8):
+        stage, replica = (mesh == rank).nonzero()[0].tolist()
+        row = range(stage * 2, stage * 2 + 2)
+        assert layout.axis("stages", rank) == Axis(4, stage, range(replica, 8, 2))
+        for name in ("data", "zero", "shards"):
+            assert layout.axis(name, rank) == Axis(2, replica, row), name
+        assert list(layout.axis("copies", rank).ranks) == [rank]
+        assert layout.weight_copies(None, rank) == Axis(2, replica, row)
+        assert layout.training_shard(rank) == layout.evaluation_shard(rank) == (replica, 2)
+        assert layout.leads_replica(rank) == (stage == 0)
+        assert layout.counts_losses(rank) == (stage == 3)
+        assert layout.counts_parameter(rank, is_divided=False), "each stage has its own"
+    assert layout.replicas == layout.gradient_divisor == layout.shards == 2
+    assert (layout.copies, layout.ranks_per_copy, layout.replica_size) == (1, 8, 4)
+    assert not layout.weights_are_equal() and layout.forms == []
+    assert layout.describe() == "2 data parallel x 4 stages"
+
+
 def test_the_shards_of_a_micro_batch_join_to_the_micro_batch():
     ids = torch.arange(24).view(2, 12)
     batch = {"input_ids": ids, "targets": ids + 1, "sources": torch.zeros(2, dtype=torch.long)}

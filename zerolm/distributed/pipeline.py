@@ -1,0 +1,183 @@
+"""Pipeline stages: the link between neighbouring stages, and the order of their passes.
+
+Each stage runs a micro-batch forward when the previous stage has sent its hidden states, and
+backward when the next one has sent the gradient of those it got. In the order 1F1B a stage begins
+with as many forward passes as there are stages after it, and then alternates, so it stores at most
+as many micro-batches as there are stages from it on. A stage is idle for (p - 1) / (m + p - 1) of
+the time with p equal stages and m micro-batches.
+
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.distributed import P2POp, irecv, isend
+
+Forward = Callable[[int, torch.Tensor | None], torch.Tensor | None]
+Backward = Callable[[int, torch.Tensor | None], torch.Tensor | None]
+
+
+class Arrived(NamedTuple):
+    """What has arrived in an exchange: from the previous stage, and from the next one."""
+
+    states: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+
+
+class Link:
+    """Sends hidden states to the next stage of a replica, and their gradients to the previous one.
+
+    Neighbours must start matching exchanges in the same order.
+
+    Args:
+        peers: this replica's ranks, by stage.
+        stage: this rank's stage.
+        group: process group of `peers`.
+        width: number of values in a hidden state.
+        dtype: of hidden states and gradients.
+        tick: called before each exchange.
+
+    Attributes:
+        waited_seconds: time in exchanges since `reset`, on a CPU.
+        sent_bytes: since `reset`.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[int],
+        stage: int,
+        group: Any,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tick: Callable[[], None] = lambda: None,
+    ):
+        self.stage, self.stages, self.group = stage, len(peers), group
+        self.width, self.dtype, self.device = width, dtype, device
+        self._previous = peers[stage - 1] if stage else None
+        self._next = peers[stage + 1] if stage < len(peers) - 1 else None
+        self._last, self._tick = peers[-1], tick
+        self.waits: list[Any] = []
+        self.reset()
+
+    @property
+    def is_first(self) -> bool:
+        return self._previous is None
+
+    @property
+    def is_last(self) -> bool:
+        return self._next is None
+
+    def reset(self) -> None:
+        self.waited_seconds, self.sent_bytes = 0.0, 0
+        self.waits.clear()
+
+    def exchange(
+        self,
+        shape: Sequence[int],
+        *,
+        states: torch.Tensor | None = None,
+        gradient: torch.Tensor | None = None,
+        wants_states: bool = False,
+        wants_gradient: bool = False,
+    ) -> Arrived:
+        """Send and receive at once, and wait for both.
+
+        Args:
+            shape: (B, T) of the micro-batches; all of a step have the same.
+            states: to the next stage, (B, T, H); ignored on the last stage.
+            gradient: to the previous stage, (B, T, H); ignored on the first stage.
+            wants_states: whether the previous stage sends; ignored on the first stage.
+            wants_gradient: whether the next stage sends; ignored on the last stage.
+        """
+        operations, found = [], {}
+        for sent, peer in ((states, self._next), (gradient, self._previous)):
+            if sent is not None and peer is not None:
+                values = sent.detach().contiguous()
+                assert values.dtype == self.dtype, (values.dtype, self.dtype)
+                assert values.shape == (*shape, self.width), (values.shape, shape, self.width)
+                self.sent_bytes += values.nbytes
+                operations.append(P2POp(isend, values, peer, self.group))
+        wanted = {
+            "states": (wants_states, self._previous),
+            "gradient": (wants_gradient, self._next),
+        }
+        for name, (is_wanted, peer) in wanted.items():
+            if is_wanted and peer is not None:
+                found[name] = torch.empty(
+                    (*shape, self.width), dtype=self.dtype, device=self.device
+                )
+                operations.append(P2POp(irecv, found[name], peer, self.group))
+        if operations:
+            self._tick()
+            with _Waiting(self):
+                for work in distributed.batch_isend_irecv(operations):
+                    work.wait()
+        return Arrived(**found)
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Replace values by those of the last stage, in place, and return them. Every stage must
+        call this.
+        """
+        self._tick()
+        distributed.broadcast(values, src=self._last, group=self.group)
+        return values
+
+    def idle_seconds(self) -> float:
+        """Return the time in exchanges since `reset`; waits for the device."""
+        if not self.waits:
+            return self.waited_seconds
+        torch.cuda.synchronize(self.device)
+        return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
+
+
+class _Waiting:
+    """Measures how long a stage waits: on a GPU how long its stream does."""
+
+    def __init__(self, link: Link):
+        self._link, self._on_gpu = link, link.device.type == "cuda"
+
+    def __enter__(self) -> None:
+        if self._on_gpu:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._link.waited_seconds += time.perf_counter() - self._started
+        if self._on_gpu:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._link.waits.append((self._begin, end))
+
+
+def one_forward_one_backward(
+    link: Link, shape: Sequence[int], count: int, forward: Forward, backward: Backward
+) -> None:
+    """Run this stage's passes over all micro-batches of a step. Every rank must call this.
+
+    Args:
+        shape: (B, T) of each micro-batch.
+        forward: takes a micro-batch's number and the previous stage's hidden states; returns those
+            to send. Neither exists at the ends.
+        backward: takes a micro-batch's number and the gradient of what was sent; returns that of
+            what was received. Called in the order of the numbers.
+    """
+    ahead = min(link.stages - link.stage - 1, count)  # forward passes before the first backward
+    for number in range(ahead):
+        received = link.exchange(shape, wants_states=True).states
+        link.exchange(shape, states=forward(number, received))
+    received = link.exchange(shape, wants_states=True).states if ahead < count else None
+    for done in range(count - ahead):
+        sent = forward(ahead + done, received)
+        gradient = link.exchange(shape, states=sent, wants_gradient=True).gradient
+        more = ahead + done + 1 < count
+        gradient = backward(done, gradient)
+        received = link.exchange(shape, gradient=gradient, wants_states=more).states
+    for done in range(count - ahead, count):
+        gradient = backward(done, link.exchange(shape, wants_gradient=True).gradient)
+        link.exchange(shape, gradient=gradient)
