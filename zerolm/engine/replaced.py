@@ -103,7 +103,10 @@ REPLACED: dict[str, dict[str, Row]] = {
         "_apply_muon_updates_cpu_offload": Row("engine.step_gate", "ignores a refusal"),
     },
     "torch.nn:Linear": {"__class__": Row("model.chunked_loss fp8.layers", "no chunks, no fp8")},
-    "torch.nn:Module": {"forward": Row("model.compile model.activation_memory", "not compiled")},
+    "torch.nn:Module": {
+        "forward": Row("model.compile model.activation_memory model.stages", "whole, not compiled"),
+        "register_parameter": Row("model.stages", "allocates what other stages have", UNDONE),
+    },
     "torch.utils.cpp_extension": {
         "_jit_compile": Row("engine.operators", "waits forever for the lock of a killed build"),
         "_run_ninja_build": Row("engine.operators", "compiles for minutes without a line"),

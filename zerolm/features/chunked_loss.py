@@ -37,5 +37,7 @@ class ChunkedLoss(Feature):
 
     def change_model(self, model: Any) -> None:
         from zerolm.model import chunked_loss
+        from zerolm.model.forward import has_losses
 
-        chunked_loss.install(model, self.settings.loss_chunk_tokens)
+        if has_losses(model):
+            chunked_loss.install(model, self.settings.loss_chunk_tokens)

@@ -23,10 +23,11 @@ from zerolm.engine.parameters import (
     partitioned_while_built,
     zero_padding,
 )
+from zerolm.engine.stages import StageGroups
 from zerolm.engine.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
-from zerolm.model import experts
+from zerolm.model import experts, stages
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
-from zerolm.model.architecture import train_every_row
+from zerolm.model.architecture import ConfigKey, meta_model, train_every_row
 from zerolm.model.init_check import InitializationReport, check_initialization
 from zerolm.model.initialization import InitialWeights
 
@@ -59,6 +60,8 @@ def build_model(
     factors: Mapping[str, float] = MappingProxyType({}),
     alone: bool = False,
     expert_degree: int = 1,
+    stage_groups: StageGroups | None = None,
+    stage_layers: Sequence[int] = (),
 ) -> "PreTrainedModel":
     """Build and initialise a causal LM for training. Every rank must call this, unless `alone`.
 
@@ -76,10 +79,21 @@ def build_model(
         alone: whether this rank computes all values itself; not supported with `zero3_config`.
         expert_degree: number of neighbouring ranks over which experts are divided; their groups
             must exist.
+        stage_groups: if the model is divided into pipeline stages, the groups of this rank's stage;
+            memory is allocated and values are computed only for what this stage has.
+        stage_layers: number of blocks of each stage.
     """
     weights = initial or InitialWeights(config, seed, factors)
-    with partitioned_while_built(zero3_config):
-        model = construct(config, dtype, attn_implementation)
+    if stage_groups is not None:
+        with stages.parameters_on_meta():
+            model = construct(config, dtype, attn_implementation)
+        tuples = stages.blocks_return_tuples(config)
+        stages.cut(model, stage_groups.stage, stage_layers, tuples)
+        _cast_parameters(model, dtype)
+        stages.allocate(model, device)
+    else:
+        with partitioned_while_built(zero3_config):
+            model = construct(config, dtype, attn_implementation)
     if expert_degree > 1:
         experts.divide(model, expert_degree)
     if zero3_config is None:
@@ -87,7 +101,7 @@ def build_model(
     else:
         _move_buffers(model, torch.device(device))
     _cast_parameters(model, dtype)
-    _fill(model, weights, dtype, alone)
+    _fill(model, weights, dtype, alone, stage_groups)
     zero_padding(model)
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
@@ -154,41 +168,69 @@ class InitialValues(Protocol):
     ) -> Iterator[dict[str, torch.Tensor]]: ...
 
 
-def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, alone: bool) -> None:
-    """Copy the initial values into the parameters; every rank computes some of the units."""
+def _fill(
+    model: torch.nn.Module,
+    weights: InitialValues,
+    dtype: torch.dtype,
+    alone: bool,
+    stage_groups: StageGroups | None = None,
+) -> None:
+    """Copy the initial values into the parameters; every rank computes some of the units.
+
+    The ranks of a pipeline stage compute its units.
+    """
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
-    shared = dist.is_initialized() and not alone
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    computed = weights.compute_all(range(rank, len(weights.units), world_size), dtype)
-    for start in range(0, len(weights.units), world_size):
-        wave = weights.units[start : start + world_size]
+    ranks: Sequence[int] = [0]
+    if stage_groups is not None:
+        ranks = stage_groups.copies
+    elif dist.is_initialized() and not alone:
+        ranks = range(dist.get_world_size())
+    group = None if stage_groups is None else stage_groups.data
+    index = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
+    units = [
+        number
+        for number, names in enumerate(weights.units)
+        if stage_groups is None or not parameters.keys().isdisjoint(names)
+    ]
+    computed = weights.compute_all(units[index :: len(ranks)], dtype)
+    for start in range(0, len(units), len(ranks)):
+        wave = [weights.units[unit] for unit in units[start : start + len(ranks)]]
         values = next(computed, {})
         for writer, names in enumerate(wave):
-            targets = [parameters[name] for name in names]
-            with gathered(targets, modifier_rank=writer), torch.no_grad():
-                if rank == writer:
-                    for name, target in zip(names, targets, strict=True):
+            own = names if stage_groups is None else [each for each in names if each in parameters]
+            targets = [parameters[name] for name in own]
+            with gathered(targets, modifier_rank=ranks[writer]), torch.no_grad():
+                if index == writer:
+                    for name, target in zip(own, targets, strict=True):
                         target.copy_(values[name])
-                if world_size > 1:  # `gathered` broadcasts what it has gathered on exit
+                if len(ranks) > 1:  # `gathered` broadcasts what it has gathered on exit
                     for target in targets:
                         if not is_partitioned(target) and divided_over(target) != "experts":
-                            dist.broadcast(target.data, src=writer)
+                            dist.broadcast(target.data, src=ranks[writer], group=group)
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
     """Return a hex SHA-256 of all parameters. Every rank must call this.
 
-    The hash does not depend on the ZeRO stage, the world size or the device. The bit patterns of
-    each parameter are summed with position-dependent factors, in wrapping 64-bit arithmetic on its
-    device; because the factors are odd, any change of a single value changes the sum.
+    The hash does not depend on the ZeRO stage, the world size, the pipeline stages or the device.
+    The bit patterns of each parameter are summed with position-dependent factors, in wrapping
+    64-bit arithmetic on its device; because the factors are odd, any change of a single value
+    changes the sum.
     """
-    digest = hashlib.sha256()
+    lines = {}
     for name, parameter in model.named_parameters():
         with gathered([parameter]):
             total = weighted_bit_sum(parameter.detach())
-            line = f"{name} {tuple(parameter.shape)} {parameter.dtype} {total}\n"
-        digest.update(line.encode())
+            lines[name] = f"{name} {tuple(parameter.shape)} {parameter.dtype} {total}\n"
+    names = list(lines)
+    if stages.stage_of(model) is not None:
+        lines = stages.of_all_stages(model, lines)
+        config: Any = model.config
+        names = [name for name, _ in meta_model(ConfigKey.of(config).config).named_parameters()]
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(lines[name].encode())
     return digest.hexdigest()
 
 

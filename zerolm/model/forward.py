@@ -13,6 +13,7 @@ from zerolm.model.architecture import router_loss_coefficient
 from zerolm.model.chunked_loss import find_chunked_head
 from zerolm.model.document_mask import isolating_inputs, isolating_masks
 from zerolm.model.loss import COMPILED_LOSS, IGNORED, cross_entropies
+from zerolm.model.stages import Stage, stage_of
 
 # The first name is for transformers 5.24 and later, whose Mamba accepts but ignores the older name;
 # the second is for earlier versions.
@@ -20,7 +21,10 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def token_losses(
-    model: Any, batch: dict[str, torch.Tensor], observe: Callable[[Any], None] | None = None
+    model: Any,
+    batch: dict[str, torch.Tensor],
+    observe: Callable[[Any], None] | None = None,
+    received: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on a micro-batch and return the loss of each token.
 
@@ -35,18 +39,23 @@ def token_losses(
             attention is within documents only (`zerolm.model.document_mask`); with only
             `position_ids`, rows are slices of sequences (`zerolm.distributed.ulysses`).
         observe: called with the model's output.
+        received: if the model is the last of several stages, the previous one's hidden states.
+            Without them, every stage of a replica must call this, and exchanges states; the losses
+            are then zeros on all stages but the last (see `on_every_stage`).
 
     Returns:
         The float32 cross-entropies, (B, T), 0 where ignored; and the routers' weighted auxiliary
         loss, or None if the config does not set `output_router_logits`.
     """
-    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
-    if router_loss_coefficient(inner.config) is not None:
-        inputs["output_router_logits"] = True  # JetMoE ignores its config in transformers 5.17
-    if "position_ids" in batch:  # slices of sequences, or documents
-        inputs["position_ids"] = batch["position_ids"]
-    inputs |= isolating_inputs(batch, inner)
+    if (stage := stage_of(inner)) is not None:
+        if received is None:
+            received = _from_previous(stage, batch["input_ids"])
+        if not stage.is_last:
+            _to_next(stage, batch["input_ids"], hidden_states(model, batch, received))
+            return torch.zeros(batch["targets"].shape, device=batch["targets"].device), None
+        stage.received = received
+    inputs = _inputs(inner, batch)
     if head := find_chunked_head(inner):  # never stores all logits of the micro-batch
         with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
@@ -64,10 +73,79 @@ def token_losses(
     return losses, auxiliary
 
 
+def hidden_states(
+    model: Any, batch: dict[str, torch.Tensor], received: torch.Tensor | None
+) -> torch.Tensor:
+    """Run a stage that is not the last on a micro-batch; return the states to send, (B, T, H).
+
+    Args:
+        model: see `token_losses`.
+        received: the previous stage's hidden states; None on the first stage.
+    """
+    inner = getattr(model, "module", model)
+    stage = stage_of(inner)
+    assert stage is not None and not stage.is_last
+    stage.received = received
+    with isolating_masks(batch, inner):
+        sent: torch.Tensor = model(**_inputs(inner, batch))
+    return sent
+
+
+def on_every_stage(model: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the last stage's values on every stage. Every stage of a replica must call this.
+
+    Args:
+        values: have the same shape on every stage; may be changed.
+    """
+    stage = stage_of(getattr(model, "module", model))
+    if stage is None:
+        return values
+    assert stage.link is not None
+    return stage.link.broadcast(values)
+
+
+def has_losses(model: Any) -> bool:
+    """Return whether `token_losses` returns losses here: on no stage but the last."""
+    stage = stage_of(getattr(model, "module", model))
+    return stage is None or stage.is_last
+
+
+def _from_previous(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor | None:
+    assert stage.link is not None
+    return stage.link.exchange(ids_BT.shape, wants_states=True).states
+
+
+def _to_next(stage: Stage, ids_BT: torch.Tensor, states_BTH: torch.Tensor) -> None:
+    assert stage.link is not None
+    stage.link.exchange(ids_BT.shape, states=states_BTH)
+
+
+def _inputs(inner: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments of the model's forward pass."""
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
+    if router_loss_coefficient(inner.config) is not None:
+        inputs["output_router_logits"] = True  # JetMoE ignores its config in transformers 5.17
+    if "position_ids" in batch:  # slices of sequences, or documents
+        inputs["position_ids"] = batch["position_ids"]
+    return inputs | isolating_inputs(batch, inner)
+
+
 def next_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the token after each of these, (B, T, V), as an exported model does."""
-    logits_BTV: torch.Tensor = model(input_ids=ids_BT, use_cache=False).logits
-    return logits_BTV
+    """Return the logits of the token after each of these, (B, T, V), as an exported model does.
+
+    Every stage of a replica must call this, and gets them.
+    """
+    inner = getattr(model, "module", model)
+    if (stage := stage_of(inner)) is None:
+        logits_BTV: torch.Tensor = model(input_ids=ids_BT, use_cache=False).logits
+        return logits_BTV
+    stage.received = _from_previous(stage, ids_BT)
+    found = model(input_ids=ids_BT, use_cache=False)
+    if stage.is_last:
+        return on_every_stage(model, found.logits.contiguous())
+    _to_next(stage, ids_BT, found)
+    vocabulary = inner.config.get_text_config().vocab_size
+    return on_every_stage(model, found.new_empty(*ids_BT.shape, vocabulary))
 
 
 def continued_logits(

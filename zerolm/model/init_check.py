@@ -18,6 +18,7 @@ from torch import nn
 from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.parameters import gathered
 from zerolm.model.architecture import causal_lm_class, constructor_values, meta_model
+from zerolm.model.stages import of_all_stages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,14 +92,13 @@ def check_initialization(
     """
     problems: list[str] = []
     reference = _ReferenceModel(config)
-    num_values = 0
-    parameters = list(model.named_parameters())
-    for name, parameter in parameters:
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         with gathered([parameter]):
             values = parameter.detach()
-            num_values += values.numel()
+            sizes[name] = values.numel()
             actual = _statistics(values)
             expected = closed_form(config, module, path, leaf, values.numel())
             if expected is None:
@@ -106,8 +106,9 @@ def check_initialization(
             expected = expected.times(factors.get(name, 1.0))
             problems += _differences(name, actual, expected)
     problems = _merge_ranks(problems)
+    sizes = of_all_stages(model, sizes)
     return InitializationReport(
-        len(parameters), num_values, reference.num_requested, tuple(problems)
+        len(sizes), sum(sizes.values()), reference.num_requested, tuple(problems)
     )
 
 

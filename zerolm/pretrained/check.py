@@ -13,6 +13,7 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.parameters import gathered
 from zerolm.model.build import weighted_bit_sum
 from zerolm.model.init_check import CHUNK, InitializationReport
+from zerolm.model.stages import of_all_stages
 from zerolm.pretrained.initial_source import InitialSource
 from zerolm.pretrained.loaded_weights import LoadedWeights
 
@@ -66,17 +67,16 @@ def check_loaded(model: nn.Module, sums: Sums) -> InitializationReport:
     All ranks return the same report. Partitioned parameters are gathered one at a time.
     """
     read = {name: entry for share in gather_objects(sums.read) for name, entry in share.items()}
-    problems, num_values = [], 0
-    parameters = list(model.named_parameters())
+    problems, sizes = [], dict[str, int]()
     read_names = {  # a tied weight may have been read under its other name
         id(parameter): name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name in read
     }
-    for name, parameter in parameters:
+    for name, parameter in model.named_parameters():
         with gathered([parameter]):
             values = parameter.detach()
-            num_values += values.numel()
+            sizes[name] = values.numel()
             total = weighted_bit_sum(values)
         expected, non_finite = read.get(read_names.get(id(parameter), ""), (None, 0))
         if non_finite:
@@ -84,9 +84,11 @@ def check_loaded(model: nn.Module, sums: Sums) -> InitializationReport:
         elif total != expected:
             problems.append(f"{name}: differs from the values that were read")
     merged = [line for lines in gather_objects(problems) for line in lines]
+    sizes = of_all_stages(model, sizes)
     return InitializationReport(
-        len(parameters), num_values, 0, tuple(dict.fromkeys(merged)), "as in the source, finite"
-    )
+        len(sizes), sum(sizes.values()), 0, tuple(dict.fromkeys(merged)),
+        "as in the source, finite",
+    )  # fmt: skip
 
 
 def _non_finite(values: torch.Tensor) -> int:

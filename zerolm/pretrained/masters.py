@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from zerolm.engine.parameters import full_shape
 from zerolm.engine.protocol import Engine
+from zerolm.engine.stages import groups_of
 from zerolm.engine.states import set_master
 from zerolm.pretrained.loaded_weights import LoadedWeights
 
@@ -16,23 +17,31 @@ from zerolm.pretrained.loaded_weights import LoadedWeights
 def set_masters(engine: Engine, weights: LoadedWeights) -> None:
     """Copy the source's values into the optimizer's master weights. Every rank must call this.
 
-    Each rank reads a share of the parameters, and broadcasts one at a time to the other ranks. Does
-    not support tensor parallelism, where each rank holds slices of the matrices.
+    Each rank reads a share of the parameters, and broadcasts one at a time to the other ranks, or
+    to those of its pipeline stage. Does not support tensor parallelism, where each rank holds
+    slices of the matrices.
     """
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for start in range(0, len(weights.units), world_size):
-        wave = weights.units[start : start + world_size]
-        values = weights.compute(start + rank, torch.float32) if rank < len(wave) else {}
-        for reader, names in enumerate(wave):
-            for name in names:
+    stage = groups_of(engine.optimizer)
+    ranks = range(dist.get_world_size()) if stage is None else stage.copies
+    group, index = None if stage is None else stage.data, ranks.index(dist.get_rank())
+    units = [
+        number
+        for number, names in enumerate(weights.units)
+        if stage is None or not parameters.keys().isdisjoint(names)
+    ]
+    for start in range(0, len(units), len(ranks)):
+        wave = units[start : start + len(ranks)]
+        values = weights.compute(wave[index], torch.float32) if index < len(wave) else {}
+        for reader, unit in enumerate(wave):
+            for name in weights.units[unit]:
                 parameter = parameters.get(name)
                 if parameter is None or not parameter.requires_grad:
                     continue  # a buffer or frozen parameter, which has no master weights
-                if rank == reader:
+                if index == reader:
                     value = values[name].to(engine.device)
                 else:
                     shape = full_shape(parameter)
                     value = torch.empty(shape, dtype=torch.float32, device=engine.device)
-                dist.broadcast(value, src=reader)
+                dist.broadcast(value, src=ranks[reader], group=group)
                 set_master(parameter, value)

@@ -1,0 +1,330 @@
+"""Cuts a causal LM into pipeline stages, each with some of its blocks.
+
+A stage keeps the model's class, its inner forward pass and the names of its parameters. The blocks
+of other stages are replaced by placeholders without parameters, so masks, windows by layer, rotary
+tables and the kinds of layers stay as they are. Every stage gets the batch; only hidden states are
+sent. Two rules make this work for families that do something to the embeddings, or between blocks
+and head, without a list of families: the placeholder before a stage's first block returns the
+received states, whatever came before it; and the one after its last block keeps the states to
+send. A stage that is not the last computes no head. `zerolm.preflight.stage_proof` checks this on a
+small copy. Must not depend on DeepSpeed's engine or the training loop.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerolm.distributed.collectives import gather_objects
+from zerolm.engine import replaced
+from zerolm.engine.stages import STAGE, mark_copy
+from zerolm.model.architecture import ConfigKey, meta_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from zerolm.distributed.pipeline import Link
+
+
+class Stage:
+    """What a model knows of the stage that it is; `stage_of` returns it.
+
+    Attributes:
+        index, count: number of this stage, and number of stages.
+        layers: numbers of its blocks.
+        link: to the neighbouring stages; set before the first pass.
+        received: the previous stage's hidden states for the next pass, (B, T, H).
+        kept: the hidden states to send after a pass, (B, T, H).
+        shared: the matrix that the first and last stage share, on these stages.
+    """
+
+    def __init__(self, index: int, count: int, layers: range):
+        self.index, self.count, self.layers = index, count, layers
+        self.link: Link | None = None
+        self.received: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
+        self.shared: nn.Parameter | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def stage_of(model: Any) -> Stage | None:
+    """Return the stage that a model is; None for a complete model."""
+    found: Stage | None = getattr(model, STAGE, None)
+    return found
+
+
+def of_all_stages(model: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return {parameter: value} of all stages; the values themselves if the model is complete.
+
+    Every rank must call this. Stages that share a matrix must have equal values for it.
+    """
+    if stage_of(model) is None:
+        return values
+    found: dict[str, Any] = {}
+    for of_rank in gather_objects(values):
+        for name, value in of_rank.items():
+            assert found.setdefault(name, value) == value, f"{name} differs between ranks"
+    return found
+
+
+def blocks_path(model: Any) -> str:
+    """Return the name of a causal LM's list of blocks.
+
+    Raises:
+        ValueError: the model has no such list.
+    """
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    prefix = model.base_model_prefix
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            is_inner = model.base_model is not model
+            return f"{prefix}.{name}" if is_inner else name
+    raise ValueError(f"{type(model).__name__} has no list of {depth} blocks")
+
+
+def cut(model: Any, index: int, layers: Sequence[int], returns_tuples: bool) -> Stage:
+    """Drop from a model what other stages have; return the stage.
+
+    Args:
+        model: its parameters may be on the meta device.
+        layers: number of blocks of each stage.
+        returns_tuples: whether a block returns a tuple with the hidden states.
+    """
+    first = sum(layers[:index])
+    own = range(first, first + layers[index])
+    stage = Stage(index, len(layers), own)
+    path = blocks_path(model)
+    head_path = _path_of(model, model.get_output_embeddings())
+    shares = _shares_head(model)
+    holder = model.get_submodule(path.rpartition(".")[0])
+    blocks = model.get_submodule(path)
+    embeddings = model.get_input_embeddings()
+    before = True
+    for name, child in list(holder.named_children()):
+        if child is blocks:
+            before = False
+            continue
+        is_early = before or isinstance(child, nn.Embedding)
+        mine = stage.is_first if is_early else stage.is_last
+        mine |= child is embeddings and shares and stage.is_last
+        if not mine and any(True for _ in child.parameters()):
+            setattr(holder, name, _Elsewhere(child))
+    for number, block in enumerate(list(blocks)):
+        if number not in own:
+            blocks[number] = _OtherBlock(block, number, stage, returns_tuples)
+    if shares and (stage.is_first or stage.is_last):
+        stage.shared = embeddings.weight
+        if not stage.is_first:
+            mark_copy(stage.shared)
+    if not stage.is_last:
+        _replace(model, head_path, nn.Identity())
+        replaced.install(model, "forward", _without_head(model, stage))
+    setattr(model, STAGE, stage)
+    return stage
+
+
+def _shares_head(model: Any) -> bool:
+    given, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return getattr(head, "weight", None) is given.weight
+
+
+def _path_of(model: nn.Module, module: nn.Module | None) -> str:
+    for name, each in model.named_modules():
+        if each is module:
+            return name
+    raise ValueError(f"{type(model).__name__} has no output head")
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _without_head(model: Any, stage: Stage) -> Any:
+    """Return the forward pass of a stage that is not the last: it leaves its result in `kept`."""
+    inner = model.base_model
+
+    def forward(**inputs: Any) -> torch.Tensor:
+        inputs.pop("output_router_logits", None)
+        inner(**inputs)
+        kept, stage.kept = stage.kept, None
+        assert kept is not None
+        return kept
+
+    return forward
+
+
+class _Elsewhere(nn.Module):
+    """A module of another stage: zeros in place of embeddings, else its first argument."""
+
+    def __init__(self, like: nn.Module):
+        super().__init__()
+        weight = like.weight if isinstance(like, nn.Embedding) else None
+        self.width = None if weight is None else weight.shape[1]
+        self.dtype = None if weight is None else weight.dtype
+
+    def forward(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if self.width is None or values.is_floating_point():
+            return values
+        return torch.zeros(*values.shape, self.width, dtype=self.dtype, device=values.device)
+
+
+class _OtherBlock(nn.Module):
+    """A block of another stage, with the attributes that a model's loop may read of it."""
+
+    def __init__(self, like: nn.Module, number: int, stage: Stage, returns_tuples: bool):
+        super().__init__()
+        for key, value in vars(like).items():
+            plain = isinstance(value, (str, int, bool, float)) and not key.startswith("_")
+            if plain and key != "training":
+                setattr(self, key, value)
+        self._number, self._returns_tuples = number, returns_tuples
+        self._stage = stage
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        stage = self._stage
+        if self._number == stage.layers.start - 1:
+            assert stage.received is not None, "no hidden states from the previous stage"
+            hidden_states, stage.received = stage.received, None
+        if self._number == stage.layers.stop:
+            stage.kept = hidden_states
+        return (hidden_states,) if self._returns_tuples else hidden_states
+
+
+def blocks_return_tuples(config: "PretrainedConfig") -> bool:
+    """Return whether a model's blocks return their hidden states in a tuple.
+
+    Found by a forward pass without memory; False if that fails, in which case a stage fails or
+    differs in the proof.
+    """
+    return _blocks_return_tuples(ConfigKey.of(config))
+
+
+@lru_cache(maxsize=16)
+def _blocks_return_tuples(key: ConfigKey) -> bool:
+    model = meta_model(key.config)
+    found: list[Any] = []
+    block = model.get_submodule(blocks_path(model))[0]
+    block.register_forward_hook(lambda _, __, output: found.append(output))
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+    except Exception:  # any class: a model's own code may read values
+        pass
+    return bool(found) and isinstance(found[0], tuple)
+
+
+# -------------------------------------------------------------------------------------------------
+# Building
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Construct parameters without memory inside this context; buffers get their values."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        original(module, name, parameter)
+
+    with replaced.installed(nn.Module, "register_parameter", register):
+        yield
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Replace parameters on the meta device by uninitialized ones."""
+    made: dict[int, nn.Parameter] = {}
+    stage = stage_of(model)
+    for module in model.modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                own = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+                    parameter.requires_grad,
+                )
+                vars(own).update(vars(parameter))
+                made[id(parameter)] = own
+            module._parameters[leaf] = made[id(parameter)]
+    if stage is not None and stage.shared is not None:
+        stage.shared = made[id(stage.shared)]
+
+
+# -------------------------------------------------------------------------------------------------
+# Division of the blocks
+
+
+def block_prefix(config: "PretrainedConfig") -> str:
+    """Return the name of the list of blocks, which begins the names of their parameters."""
+    return blocks_path(meta_model(ConfigKey.of(config).config))
+
+
+def stage_shapes(
+    config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], layers: Sequence[int]
+) -> list[dict[str, tuple[int, ...]]]:
+    """Return the parameter shapes of each stage; a shared matrix is on both ends.
+
+    Args:
+        shapes: of the complete model, with each tied parameter listed once.
+    """
+    found = []
+    for index in range(len(layers)):
+        model = meta_model(config)
+        cut(model, index, layers, False)
+        found.append({name: tuple(each.shape) for name, each in model.named_parameters()})
+    missing = set(shapes) - set().union(*found)
+    assert not missing, missing
+    return found
+
+
+def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
+    """Divide blocks into stages; return the number of blocks of each stage.
+
+    The costliest stage costs as little as possible, and then the others are as equal as possible.
+
+    Args:
+        costs: of each block.
+        stages: at most the number of blocks.
+        last: cost of what the last stage computes besides.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def of(start: int, stop: int, stage: int) -> float:
+        return sums[stop] - sums[start] + (last if stage == stages - 1 else 0.0)
+
+    count = len(costs)
+    infinite = float("inf")
+    lowest = [[infinite] * (count + 1) for _ in range(stages + 1)]
+    lowest[0][0] = 0.0
+    for stage in range(stages):
+        for stop in range(stage + 1, count + 1):
+            lowest[stage + 1][stop] = min(
+                max(lowest[stage][start], of(start, stop, stage)) for start in range(stage, stop)
+            )
+    limit = lowest[stages][count] * (1 + 1e-9)
+    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]
+    for stage in range(stages):
+        reached: dict[int, tuple[float, list[int]]] = {}
+        for start, (squares, division) in best[stage].items():
+            for stop in range(start + 1, count + 1):
+                cost = of(start, stop, stage)
+                if cost <= limit:
+                    found = (squares + cost * cost, [*division, stop - start])
+                    if stop not in reached or found[0] < reached[stop][0]:
+                        reached[stop] = found
+        best.append(reached)
+    return best[stages][count][1]
