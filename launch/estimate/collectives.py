@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from launch.estimate.expert_exchange import byte_seconds, exchange_seconds
+from launch.estimate.pipeline import transfer_seconds
 from launch.estimate.planned_run import PlannedRun
 from zerolm.ds_config.gathering import gathers_blocks, prefetch_bucket
 from zerolm.ds_config.profile import Profile
@@ -74,7 +75,8 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
     if profile.zero_stage == 3:
         seconds = _gather_seconds(run, calls) + run.accumulation * _scatter_seconds(run, calls)
         return Collectives(seconds, 0.0, inside)
-    bandwidth = bus_bandwidth(run, run.layout.shard_within)
+    neighbours = run.layout.shards if run.layout.stages > 1 else run.layout.shard_within
+    bandwidth = bus_bandwidth(run, neighbours)
     each = byte_seconds(run, bandwidth, COLLECTIVE_EFFICIENCY)
     gathers = profile.weight_bytes * each + NUM_GROUPS * ring_seconds(run)
     reduced, overlaps = _reduction_seconds(run, each)
@@ -146,7 +148,8 @@ def bus_bandwidth(run: PlannedRun, ranks: int | None = None) -> float:
 
 
 def replica_seconds(run: PlannedRun) -> float:
-    """Return the seconds per step for collectives within a tensor- or sequence-parallel group.
+    """Return the seconds per step for what the ranks of a replica send each other: collectives of a
+    tensor- or sequence-parallel group, or transfers between pipeline stages.
 
     These collectives occur inside a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP
     all-reduces two outputs per layer in the forward pass, all-reduces the input gradients of q, k,
@@ -158,6 +161,8 @@ def replica_seconds(run: PlannedRun) -> float:
     size = layout.replica_size
     if size == 1:
         return 0.0
+    if layout.stages > 1:
+        return transfer_seconds(run)
     value = run.profile.weight_bytes
     layers, sent_share = text.num_hidden_layers, (size - 1) / size
     forwards = 2 if run.settings.gradient_checkpointing else 1

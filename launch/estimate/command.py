@@ -222,6 +222,10 @@ def _search(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(search.to_json(candidates), indent=2) if arguments.json
           else search.as_text(candidates))  # fmt: skip
+    if not arguments.json and (
+        note := search.break_even(candidates, assumptions(arguments, model))
+    ):
+        print(note)
     best = next((one for one in candidates if one.rejected is None), None)
     if best is None:
         return 2

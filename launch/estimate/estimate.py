@@ -13,7 +13,7 @@ from zerolm.config import defaults
 from zerolm.model.activation_memory import Activations
 from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import exchange, memory
-from zerolm.plan.rank_share import config_of_rank
+from zerolm.plan.rank_share import config_of_rank, shapes_of_rank
 
 # Published memory use divided by the bytes of the tensors that a plan counts: the median and
 # (minimum, maximum) of benchmarks/published_runs.
@@ -151,6 +151,9 @@ def estimate(run: PlannedRun, assumed: Assumptions, mfu: float | None = None) ->
         recomputed += head_flops_per_token(model.config, model.shapes)
     recomputed += run.feature_flops
     activations = activations_of_rank(run)
+    if run.layout.stages > 1:  # the first stage stores the most micro-batches
+        layers = run.profile.stage_layers
+        activations = memory.stage_activations(activations, layers, 0, run.accumulation)
     micro = run.settings.micro_batch_size
     token_bytes = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
     return Estimate(
@@ -179,12 +182,27 @@ def estimate(run: PlannedRun, assumed: Assumptions, mfu: float | None = None) ->
 
 
 def device_memory(run: PlannedRun) -> DeviceMemory:
-    """Return the peak memory use of one device and of its share of host memory."""
+    """Return the peak memory use of one device and of its share of host memory; of pipeline stages,
+    of the stage that uses most.
+    """
+    if run.layout.stages == 1:
+        return _memory_of(run)
+    stages = (_memory_of(run, stage) for stage in range(run.layout.stages))
+    return max(stages, key=lambda each: each.used)
+
+
+def _memory_of(run: PlannedRun, stage: int | None = None) -> DeviceMemory:
     model, hardware, settings = run.model, run.hardware, run.settings
     kept = settings.kept_bytes()
-    states = memory.model_states(model.shapes, run.profile, run.layout, kept_bytes=kept)
-    buckets, gathered = memory.buffer_bytes(run.shapes_of_rank[0], run.profile)
+    states = memory.model_states(
+        model.shapes, run.profile, run.layout, kept_bytes=kept, stage=stage
+    )
+    shapes, _ = shapes_of_rank(model.shapes, run.layout, run.profile.stage_layers, stage)
+    buckets, gathered = memory.buffer_bytes(shapes, run.profile)
     activations = activations_of_rank(run)
+    if stage is not None:
+        layers = run.profile.stage_layers
+        activations = memory.stage_activations(activations, layers, stage, run.accumulation)
     micro, checkpointing = settings.micro_batch_size, settings.gradient_checkpointing
     exchanged = exchange.memory_bytes(
         model.config, model.shapes, run.layout, micro * run.rank_tokens,
@@ -221,6 +239,13 @@ def activations_of_rank(run: PlannedRun) -> Activations:
     )
 
 
+def _step_seconds(found: Estimate) -> dict[str, float]:
+    seconds = asdict(found.step) | {"total": found.step.seconds}
+    if found.run.layout.stages == 1:
+        del seconds["idle"]
+    return seconds
+
+
 def to_json(found: Estimate) -> dict[str, Any]:
     """Return the figures that `--json` prints and the tests compare with a golden table."""
     run = found.run
@@ -254,7 +279,8 @@ def to_json(found: Estimate) -> dict[str, Any]:
             **{name: getattr(found.memory, name) for name in ("used", "reserved", "fits")},
         },
         "activations": found.activations,
-        "step_seconds": asdict(found.step) | {"total": found.step.seconds},
+        **({"stages": list(run.profile.stage_layers)} if run.layout.stages > 1 else {}),
+        "step_seconds": _step_seconds(found),
         "steps": found.steps,
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,

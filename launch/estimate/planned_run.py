@@ -19,7 +19,7 @@ from zerolm.model.architecture import is_routed_expert, num_parameters, routed_f
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
 from zerolm.parts.inheritance import with_origins
-from zerolm.plan import exchange, expert_rules
+from zerolm.plan import exchange, expert_rules, stage_rules
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
@@ -67,8 +67,10 @@ class PlannedRun:
 
     @property
     def shapes_of_rank(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
-        """Parameter shapes on one device, and the number of devices that ZeRO shards them over."""
-        return shapes_of_rank(self.model.shapes, self.layout)
+        """Parameter shapes on one device, and the number of devices that ZeRO shards them over; of
+        pipeline stages, those of the largest.
+        """
+        return shapes_of_rank(self.model.shapes, self.layout, self.profile.stage_layers)
 
     @property
     def rank_tokens(self) -> int:
@@ -135,6 +137,8 @@ def plan_run(
     found.problems += model_problems(settings, model.config, layout)
     found.problems += expert_rules.problems(settings, model.config, profile, devices)
     found.problems += expert_rules.host_problems(settings, min(devices, devices_per_node))
+    found.problems += stage_rules.problems(settings, model.config, profile)
+    found.problems += stage_rules.batch_problems(settings, profile, layout)
     case = features.Case(settings, model.config, profile, layout, "absent")
     found.problems += features.problems(case)
     if found.problems:

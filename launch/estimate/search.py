@@ -1,9 +1,9 @@
 """`plan --search`: rank every combination of stage, offload, recomputation and micro-batch.
 
 Only profiles that pretrain.py accepts are tried; of a mixture also with experts divided over as
-many ranks of a host as possible. Tensor and sequence parallelism are not tried, because their time
-estimates have been compared with few benchmarks. A plan for a single profile
-lists faster ones if the run would wait for its collectives.
+many ranks of a host as possible, and on several hosts also a pipeline stage for each. Tensor and
+sequence parallelism are not tried, because their time estimates have been compared with few
+benchmarks. A plan for a single profile lists faster ones if the run would wait for its collectives.
 """
 
 import dataclasses
@@ -34,9 +34,10 @@ TIME_RESOLUTION = 0.02  # relative; finer than the accuracy of the time estimate
 QUANTIZED = "quantized"
 CHANGES_CURVE = "ZeRO++ sends weights in 8 bits and gradients in 4, which changes the loss curve."
 WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # shares of the step time
+LINKS = (1.0, 12_800.0)  # Gb/s a host, between which `break_even` looks
 NOT_TRIED = (
     "Stage 0 is not tried: pretrain.py refuses it, and stage 1 has the same results in less "
-    "memory. Tensor, pipeline and sequence parallelism are not tried."
+    "memory. Tensor and sequence parallelism are not tried, and of pipeline stages one a host."
 )
 
 RECOMPUTE_LEVELS: tuple[Recompute, ...] = (False, SELECTIVE, True)
@@ -106,6 +107,8 @@ def search(
     options = [(profile, settings) for profile in profiles + zeropp_profiles(*place)]
     if not settings.expert_parallel and (degree := expert_degree(model, *place[1:])) > 1:
         options += [divided(stage, degree, settings, hardware) for stage in (1, 2, 3)]
+    if (staged := in_stages(model, *place)) is not None:
+        options.append((staged, settings))
     for profile, own in options:
         for recompute in (given,) if given else RECOMPUTE_LEVELS:
             variant = dataclasses.replace(own, gradient_checkpointing=recompute)
@@ -121,9 +124,9 @@ def faster(
 ) -> list[Candidate]:
     """Return faster alternatives, fastest first, for a stage-3 run that waits for its collectives.
 
-    Tries the run's own profile, stages 1 and 2, hpZ, tensor parallelism within a host, and divided
-    experts. The batch and recomputation stay the same, but any micro-batch may be used. Returns []
-    for other runs.
+    Tries the run's own profile, stages 1 and 2, hpZ, tensor parallelism within a host, divided
+    experts, and a pipeline stage for each host. The batch and recomputation stay the same, but any
+    micro-batch may be used. Returns [] for other runs.
 
     Args:
         profile, settings: the run's profile and settings before they were resolved.
@@ -148,6 +151,8 @@ def faster(
         tensor = {"tensor_parallel": {"autotp_size": degree}}
         name = f"ZeRO-1 + {degree} tensor parallel"
         profiles.append(Profile.parse({**first.json, **tensor}, name))
+    if (staged := in_stages(run.model, *place)) is not None:
+        profiles.append(staged)
     tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
     if (degree := expert_degree(run.model, *place[1:])) > 1:
         for stage in (1, 2, 3):
@@ -188,6 +193,56 @@ def expert_degree(model: Model, devices: int, devices_per_node: int) -> int:
     """Return the largest number of ranks of a host over which experts can be divided; 1: none."""
     experts, _ = num_experts(model.config)
     return math.gcd(experts or 1, devices, devices_per_node)
+
+
+def in_stages(
+    model: Model, hardware: Hardware, devices: int, devices_per_node: int
+) -> Profile | None:
+    """Return a profile with a pipeline stage for each host; None if that is not possible."""
+    stages = -(-devices // devices_per_node)
+    blocks = getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0
+    if stages == 1 or devices % devices_per_node or stages > blocks:
+        return None
+    profile = _changed("zero1", f"ZeRO-1 + {stages} stages", hardware, {})
+    return Profile.parse({**profile.json, "pipeline": {"stages": stages}}, profile.name)
+
+
+def break_even(candidates: list[Candidate], assumed: Assumptions) -> str | None:
+    """Return a note that names the links at which the best run with pipeline stages and the best
+    with ZeRO-3 take the same time; None if one of them does not fit.
+    """
+    best: dict[bool, Estimate] = {}
+    for one in sorted((each for each in candidates if each.rejected is None), key=_rank):
+        if one.found is not None:
+            is_staged, stage = one.found.run.layout.stages > 1, one.found.run.profile.zero_stage
+            if is_staged or stage == 3:
+                best.setdefault(is_staged, one.found)
+    if len(best) < 2:
+        return None
+
+    def ahead(gigabits: float) -> bool:
+        seconds = []
+        for found in (best[True], best[False]):
+            run = found.run
+            link = gigabits * 1e9 / 8 / run.devices_per_node
+            hardware = dataclasses.replace(run.hardware, inter_node=link)
+            moved = dataclasses.replace(run, hardware=hardware)
+            seconds.append(estimate(moved, assumed).step.seconds)
+        return seconds[0] < seconds[1]
+
+    low, high = LINKS
+    staged, other = best[True].run, best[False].run
+    names = (
+        f"{staged.layout.stages} pipeline stages",
+        f"ZeRO-3 (micro-batch {other.settings.micro_batch_size})",
+    )
+    if ahead(low) == ahead(high):
+        faster = names[0] if ahead(low) else names[1]
+        return f"note: {faster} is faster at all links from {low:g} to {high:g} Gb/s a host"
+    while high / low > 1.02:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if ahead(middle) else (low, middle)
+    return f"note: {names[0]} are faster than {names[1]} below about {low:.2g} Gb/s a host"
 
 
 def divided(
@@ -245,8 +300,12 @@ def _best(
     If none fits, the candidate is rejected with the reason.
     """
     assert settings.batch_tokens and settings.seq_len
-    per_rank = settings.batch_tokens // settings.seq_len // place[1]
+    stages = profile.stages
+    per_rank = settings.batch_tokens // settings.seq_len * stages // place[1]
     sizes = [settings.micro_batch_size] if settings.micro_batch_size else None
+    if stages > 1 and sizes is None:  # each stage needs a micro-batch
+        every = defaults.micro_batch_candidates(max(1, per_rank))
+        sizes = [size for size in every if per_rank // size >= stages] or [1]
     best: Estimate | None = None
     smallest: Estimate | None = None
     for micro in sizes or defaults.micro_batch_candidates(max(1, per_rank)):

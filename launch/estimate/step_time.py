@@ -8,6 +8,7 @@ benchmarks/results/published_runs.md.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from launch.estimate import pipeline
 from launch.estimate.collectives import Calls, all_reduces, collectives, quantization_bytes
 from launch.estimate.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
@@ -94,6 +95,7 @@ class StepTime:
         exposed: the part of `communication` that is not overlapped.
         offload: transfers between device and host, and optimizer updates on the host.
         optimizer: optimizer updates on the device, and accumulation of micro-batch gradients.
+        idle: a pipeline stage waits while the pipeline fills and drains.
     """
 
     compute: float
@@ -102,10 +104,12 @@ class StepTime:
     exposed: float
     offload: float
     optimizer: float
+    idle: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.elementwise + self.exposed + self.offload + self.optimizer
+        passes = self.compute + self.elementwise + self.idle
+        return passes + self.exposed + self.offload + self.optimizer
 
     @property
     def bound(self) -> str:
@@ -116,6 +120,7 @@ class StepTime:
             "communication": self.exposed,
             "offload": self.offload,
             "the optimizer": self.optimizer,
+            "idle stages": self.idle,
         }
         return max(components, key=lambda name: components[name])
 
@@ -156,6 +161,7 @@ def step_time(
     passes = costs.compiled_passes if run.settings.compile else costs.eager_passes
     passes += run.fp8_share * costs.fp8_passes
     elementwise = tokens * kept * passes / hardware.memory_bandwidth
+    compute, elementwise = (each * pipeline.busiest_share(run) for each in (compute, elementwise))
     shapes, _ = run.shapes_of_rank
     values = num_parameters(shapes)
     shard = shard_values(shapes, run.layout) if run.profile.zero_stage else values
@@ -168,7 +174,8 @@ def step_time(
         last_backward = BACKWARD_SHARE * (compute + elementwise) / run.accumulation
         hidden = min(sent.passes, compute + elementwise) + min(sent.last, last_backward)
         exposed -= (1 - CONTENTION) * hidden
-    return StepTime(compute, elementwise, sent.seconds, exposed, offload, optimizer)
+    idle = (compute + elementwise + pipeline.transfer_seconds(run)) * pipeline.idle_ratio(run)
+    return StepTime(compute, elementwise, sent.seconds, exposed, offload, optimizer, idle)
 
 
 def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:

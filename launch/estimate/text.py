@@ -1,6 +1,7 @@
 """Format an `Estimate` for the console, one line per figure."""
 
 from launch.estimate.estimate import RESERVED_RATIO, RESERVED_RATIOS, Estimate
+from launch.estimate.pipeline import busiest_share
 from launch.estimate.planned_run import PlannedRun
 from launch.estimate.step_time import (
     LARGEST_BENCHMARKS,
@@ -43,6 +44,11 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     if run.layout.experts > 1:
         share = f"{run.busiest_share:g} times the mean (--rank_imbalance)"
         measured.insert(0, ("tokens of the busiest", share))
+    stages = []
+    if run.layout.stages > 1:
+        blocks = ", ".join(map(str, run.profile.stage_layers))
+        cost = f"the costliest at {busiest_share(run):.2f} of the mean"
+        stages = [("stages", f"{blocks} blocks, {cost}")]
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
@@ -56,6 +62,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
          f"{checkpointing and f', {checkpointing}'}"),
         ("devices", f"{run.devices} x {run.hardware.name} on {run.num_nodes} host(s)"
          f"{parallelism and f', {parallelism}'}"),
+        *stages,
         *measured,
     ]  # fmt: skip
 
@@ -114,6 +121,7 @@ def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
         spent += f"element-wise, {shown_seconds(step.exposed)} of "
         spent += f"{shown_seconds(step.communication)} communication exposed, "
         spent += f"{shown_seconds(step.offload + step.optimizer)} optimizer"
+        spent += f", {shown_seconds(step.idle)} idle" if step.idle else ""
     else:
         spent = "from the given MFU"
     price = "unknown; give --price_per_hour"
@@ -168,6 +176,8 @@ def _not_compared(run: PlannedRun) -> list[str]:
         found.append(f"ZeRO-{stage} has not been compared with any benchmark")
     elif largest is not None and run.devices > largest:
         found.append(f"NO BENCHMARK of ZeRO-{stage} has more than {largest:,} devices")
+    if run.layout.stages > 1:
+        found.append("pipeline stages have not been compared with any benchmark")
     if run.layout.tensor > 1:
         found.append("tensor parallelism has been compared with only 5 benchmarks")
     elif run.layout.sequence > 1:

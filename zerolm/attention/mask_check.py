@@ -19,7 +19,7 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.protocol import Model
 from zerolm.model.architecture import ROUTED_EXPERT
 from zerolm.model.compile import eager
-from zerolm.model.forward import token_losses
+from zerolm.model.forward import on_every_stage, token_losses
 
 # Largest loss change allowed with the mask, as a fraction of the change without it. With a correct
 # mask the losses are bit-identical, since masked attention weights are 0 and the shapes of the sums
@@ -136,8 +136,8 @@ def _loss_change(
     """Return the root mean square difference of the second documents' losses in two batches."""
     second = batch["input_ids"].shape[1] // 2
     with torch.no_grad():
-        before = token_losses(engine, batch)[0][:, second:].double()
-        after = token_losses(engine, changed)[0][:, second:].double()
+        before = _losses(engine, batch)[:, second:].double()
+        after = _losses(engine, changed)[:, second:].double()
     return float((after - before).pow(2).mean().sqrt())
 
 
@@ -153,9 +153,13 @@ def _difference_alone(engine: Model, batch: dict[str, torch.Tensor]) -> float:
     second = batch["input_ids"].shape[1] // 2
     swapped = {name: batch[name].roll(-second, dims=1) for name in ("input_ids", "targets")}
     with torch.no_grad():
-        in_row = token_losses(engine, batch)[0][:, second:].double()
-        alone = token_losses(engine, swapped)[0][:, : in_row.shape[1]].double()
+        in_row = _losses(engine, batch)[:, second:].double()
+        alone = _losses(engine, swapped)[:, : in_row.shape[1]].double()
     return float((in_row - alone).pow(2).mean().sqrt() / alone.std().clamp(min=1e-6))
+
+
+def _losses(engine: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return on_every_stage(engine, token_losses(engine, batch)[0].contiguous())
 
 
 def _gather(value: float) -> list[float]:

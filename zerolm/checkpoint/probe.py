@@ -20,7 +20,7 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.parameters import multiply
 from zerolm.engine.protocol import Engine
 from zerolm.model.compile import eager
-from zerolm.model.forward import next_logits, token_losses
+from zerolm.model.forward import next_logits, on_every_stage, token_losses
 from zerolm.model.loss import IGNORED
 from zerolm.plan.plan import Plan
 from zerolm.pretrained.source_config import is_position
@@ -48,17 +48,17 @@ def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan:
         engine: the DeepSpeed engine; in training mode afterwards.
         batches: the fixed batch as micro-batches, the same on every rank.
     """
-    total, count = 0.0, 0
+    total, count = torch.zeros((), dtype=torch.float64, device=engine.device), 0
     logits: dict[str, Any] = {}
     engine.eval()
     with torch.no_grad(), eager():
         for batch in batches:
             losses_BT, _ = token_losses(engine, dict(batch))
-            total += float(losses_BT.double().sum())
+            total += losses_BT.double().sum()
             count += int((batch["targets"] != IGNORED).sum())
             logits = logits or sample_logits(engine, batch)
     engine.train()
-    loss = total / count
+    loss = float(on_every_stage(engine, total)) / count
     return {
         "loss": loss,
         "loss_hex": loss.hex(),

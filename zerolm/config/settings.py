@@ -289,7 +289,9 @@ class Settings:
         "model",
         "compile the model's blocks and the loss with torch.compile",
         planned=True,
-        not_with=dict.fromkeys(("tensor", "sequence"), "losses were not compared with PyTorch's"),
+        not_with=dict.fromkeys(
+            ("tensor", "sequence", "stages"), "losses were not compared with PyTorch's"
+        ),
     )
     loss_chunk_tokens: int = count(
         "model",
@@ -331,7 +333,9 @@ class Settings:
         "the ranks on one host (default: over all ranks)",
         "N",
         minimum=2,
-        not_with={"experts": "both divide the optimizer states over groups of ranks"},
+        not_with=dict.fromkeys(
+            ("experts", "stages"), "both divide the optimizer states over groups of ranks"
+        ),
     )
     expert_parallel: int | None = count(
         "run",
@@ -340,7 +344,9 @@ class Settings:
         "N",
         minimum=2,
         planned=True,
-        not_with=dict.fromkeys(("tensor", "sequence"), "losses were not compared with PyTorch's"),
+        not_with=dict.fromkeys(
+            ("tensor", "sequence", "stages"), "losses were not compared with PyTorch's"
+        ),
     )
     settings: str | None = flag(
         "run",

@@ -14,7 +14,14 @@ from zerolm.common.values import shown
 from zerolm.config.settings import SELECTIVE, Settings, flags_of
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile, is_degree
-from zerolm.ds_config.topology import KEYS, SEQUENCE_KEY, TENSOR_KEY, layout_of
+from zerolm.ds_config.topology import (
+    KEYS,
+    LAYERS_KEY,
+    SEQUENCE_KEY,
+    STAGES_KEY,
+    TENSOR_KEY,
+    layout_of,
+)
 from zerolm.engine.reduction_choice import KEY as REDUCTION_KEY
 
 if TYPE_CHECKING:
@@ -44,6 +51,8 @@ def ds_problems(profile: Profile, world_size: int) -> list[str]:
         if world_size % value:
             return [f"{key}: {value} must divide the world size {world_size}. Change one of them."]
     degrees = [profile.tensor_parallel, profile.sequence_parallel]
+    if problems := _stage_problems(profile, world_size):
+        return problems
     if max(degrees) == 1:
         return []
     if min(degrees) > 1:
@@ -60,6 +69,41 @@ def ds_problems(profile: Profile, world_size: int) -> list[str]:
     ]
     problems += _tensor_problems(profile) if key == TENSOR_KEY else _sequence_problems(profile)
     return problems + _shared_problems(profile, key)
+
+
+def _stage_problems(profile: Profile, world_size: int) -> list[str]:
+    """Return what is wrong with the block `pipeline` itself; `zerolm.plan.stage_rules` refuses what
+    stages are not combined with.
+    """
+    written = profile.json.get("pipeline")
+    if written is None:
+        return []
+    if not isinstance(written, Mapping) or not written.keys() <= {"stages", "layers"}:
+        return [
+            f'pipeline: {shown(written)[:60]} must be an object with "stages", and perhaps '
+            f'"layers". Write {{"stages": N}}, or remove it.'
+        ]
+    stages: Any = written.get("stages")
+    layers = written.get("layers")
+    if not is_degree(stages):
+        return [f"{STAGES_KEY}: {shown(stages)[:60]} must be a positive whole number. Correct it."]
+    if world_size % stages:
+        return [f"{STAGES_KEY}: {stages} must divide the world size {world_size}. Change one."]
+    if layers is not None and len(profile.stage_layers) != stages:
+        return [
+            f"{LAYERS_KEY}: {shown(layers)[:60]} must be a list of {stages} positive whole "
+            f"numbers, the blocks of each stage. Correct or remove it."
+        ]
+    if stages > 1 and (key := parallel_key(_forms(profile, world_size))):
+        return [
+            f"{STAGES_KEY}: {stages}, and {key}: losses were not compared with PyTorch's. Remove "
+            f"one of them."
+        ]
+    return []
+
+
+def _forms(profile: Profile, world_size: int) -> Layout:
+    return Layout(world_size, profile.tensor_parallel, profile.sequence_parallel)
 
 
 def _tensor_problems(profile: Profile) -> list[str]:

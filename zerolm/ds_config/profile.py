@@ -79,6 +79,8 @@ class Profile:
         scheduler_params: the scheduler's parameters as written.
         gradient_clipping: None if missing or "auto".
         tensor_parallel, sequence_parallel: numbers of ranks per group; 1 if the value is invalid.
+        stages: number of pipeline stages; 1 if the value is invalid.
+        stage_layers: number of blocks of each stage; empty if missing.
         batch_size, micro_batch_size: numbers of sequences; None if missing or "auto".
         accumulation: micro-batches per step; None if missing or "auto".
         overlap_comm: None if missing.
@@ -102,6 +104,8 @@ class Profile:
     gradient_clipping: float | None
     tensor_parallel: int
     sequence_parallel: int
+    stages: int
+    stage_layers: tuple[int, ...]
     batch_size: int | None
     micro_batch_size: int | None
     accumulation: int | None
@@ -148,6 +152,8 @@ class Profile:
             gradient_clipping=float(clipping) if is_number(clipping) else None,
             tensor_parallel=_degree(block(value, "tensor_parallel").get("autotp_size", 1)),
             sequence_parallel=_degree(value.get("sequence_parallel_size", 1)),
+            stages=_degree(block(value, "pipeline").get("stages", 1)),
+            stage_layers=_degrees(block(value, "pipeline").get("layers")),
             batch_size=_count(value.get("train_batch_size")),
             micro_batch_size=_count(value.get("train_micro_batch_size_per_gpu")),
             accumulation=_count(value.get("gradient_accumulation_steps")),
@@ -255,6 +261,11 @@ def is_degree(value: Any) -> bool:
 
 def _degree(value: Any) -> int:
     return value if is_degree(value) else 1
+
+
+def _degrees(value: Any) -> tuple[int, ...]:
+    is_valid = isinstance(value, list) and all(map(is_degree, value))
+    return tuple(value) if is_valid else ()
 
 
 def _count(value: Any) -> int | None:

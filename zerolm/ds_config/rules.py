@@ -140,13 +140,6 @@ REFUSALS = (
         "Remove the block",
     ),
     Refusal(
-        "pipeline",
-        "not disabled",
-        "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, where a "
-        "step cannot be checked (docs/parallelism.md)",
-        "Remove the block, and use ZeRO 3",
-    ),
-    Refusal(
         "expert_parallel",
         "enabled",
         "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "

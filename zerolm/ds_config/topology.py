@@ -13,6 +13,7 @@ from zerolm.ds_config.profile import Profile
 from zerolm.ds_files.pieces import (
     EXPERT_PARALLEL,
     SHARDS,
+    STAGES,
     TENSOR_PARALLEL,
     num_shards,
     tensor_degree,
@@ -21,6 +22,7 @@ from zerolm.ds_files.pieces import (
 # Keys of zero_optimization that change which rank stores a value, or in which order.
 SHARDING_KEYS = ("sub_group_size", "parameter_alignment")
 TENSOR_KEY, SEQUENCE_KEY = "tensor_parallel.autotp_size", "sequence_parallel_size"
+STAGES_KEY, LAYERS_KEY = "pipeline.stages", "pipeline.layers"
 KEYS = {"tensor": TENSOR_KEY, "sequence": SEQUENCE_KEY}  # by axis of the layout
 # Optimizers whose momentum is of full matrices, not sharded like the weights.
 FULL_MATRIX_STATES = frozenset({"muon"})
@@ -31,8 +33,11 @@ def layout_of(settings: Settings, profile: Profile, world_size: int) -> Layout:
     `parallel_rules` refuse it.
     """
     tensor, sequence = profile.tensor_parallel, profile.sequence_parallel
-    if world_size % (tensor * sequence):
+    stages = profile.stages
+    if world_size % (tensor * sequence * stages):
         return Layout(world_size)
+    if stages > 1 and tensor * sequence == 1:
+        return Layout(world_size, stages=stages)
     group = settings.shard_within or world_size
     is_plain = tensor * sequence == 1
     in_groups = is_plain and group < world_size and world_size % group == 0
@@ -59,6 +64,7 @@ def sharding(profile: Profile, layout: Layout) -> dict[str, Any]:
     return {
         **({TENSOR_PARALLEL: degree} if degree > 1 else {}),
         **({EXPERT_PARALLEL: layout.experts} if layout.experts > 1 else {}),
+        **({STAGES: list(profile.stage_layers)} if layout.stages > 1 else {}),
         **{key: profile.zero.get(key) for key in SHARDING_KEYS},
         # Under stage 1 with bf16, these select a different DeepSpeed optimizer class.
         "grad_accum_dtype": profile.grad_accum_dtype,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.ds_files.safe_load import read_data
-from zerolm.engine import experts, replaced
+from zerolm.engine import experts, replaced, stages
 from zerolm.engine.states import update_weights
 
 
@@ -63,7 +63,9 @@ def save(engine: Any, directory: Path) -> None:
     with experts.unrecognized(engine):
         engine.save_checkpoint(
             str(directory.parent), tag=directory.name, save_latest=False,
-            client_state=experts.description(engine.module),
+            client_state={
+                **experts.description(engine.module), **stages.description(engine.module)
+            },
         )  # fmt: skip
 
 

@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 
 # Manifest key, present if each group stores a copy, so there are fewer shards than ranks.
 SHARDS = "shards"
-# In the manifest's sharding options, if above 1.
-TENSOR_PARALLEL, EXPERT_PARALLEL = "tensor_parallel", "expert_parallel"
+# In the manifest's sharding options, if above 1; of stages, the number of blocks of each.
+TENSOR_PARALLEL, EXPERT_PARALLEL, STAGES = "tensor_parallel", "expert_parallel", "stages"
 ALIGNMENT_VALUES = 2  # nccl_start_alignment_factor of DeepSpeed
 
 
 def num_shards(manifest: Mapping[str, Any]) -> int:
     """Return the number of ranks over which a checkpoint's states are sharded.
 
-    This includes the ranks of a tensor-parallel replica, each of which has different shards.
+    This includes the ranks of a replica that is tensor-parallel or has pipeline stages, each of
+    which has different shards.
     """
     return int(manifest.get(SHARDS, manifest["world_size"]))
 
@@ -37,6 +38,11 @@ def num_shards(manifest: Mapping[str, Any]) -> int:
 def tensor_degree(manifest: Mapping[str, Any]) -> int:
     """Return the number of ranks over which tensor parallelism shards a checkpoint's matrices."""
     return int(manifest.get("cut", {}).get(TENSOR_PARALLEL, 1))
+
+
+def num_stages(manifest: Mapping[str, Any]) -> int:
+    """Return the number of pipeline stages of a checkpoint's model."""
+    return len(manifest.get("cut", {}).get(STAGES, "1"))
 
 
 class Piece(NamedTuple):

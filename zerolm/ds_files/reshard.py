@@ -1,7 +1,7 @@
 """Load a ZeRO checkpoint that was written with another topology.
 
-World size, ZeRO stage (1, 2, 3), `--shard_within`, offload of optimizer states to CPU and
-`sub_group_size` may differ. These checkpoints cannot be resharded:
+World size, ZeRO stage (1, 2, 3), pipeline stages, `--shard_within`, offload of optimizer states to
+CPU and `sub_group_size` may differ. These checkpoints cannot be resharded:
 tensor-parallel ones; those with Muon, states on NVMe or frozen parameters; those written with
 `elastic_checkpoint` or `parameter_alignment`; and those with another model, optimizer type or
 master precision. This module or `zerolm.ds_config.topology.problems` refuses them.
@@ -37,9 +37,12 @@ from zerolm.ds_files.zero_files import (
     masters_key,
     model_file,
     num_values,
+    of_all_stages,
     pieces_of,
+    read_models,
 )
 from zerolm.engine.parameters import divided_among
+from zerolm.engine.stages import groups_of
 from zerolm.engine.states import data_parallel_group, update_weights
 
 # Torch and DeepSpeed name the same state differently; keyed by the class that loads it.
@@ -62,16 +65,18 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
     """
     path = model_file(directory, manifest)
     new = pieces_on_ranks(engine)
+    ours = _of_all_stages(new.parameters(), engine.optimizer)
     template = engine.optimizer.state_dict()
     inspected: list[dict[str, Any]] = []
     try:
         with interpreted(directory):
-            model_state = read_data(path, mapped=True)
-            old = pieces_of(directory, manifest, [model_state])
+            models = read_models(directory, manifest)
+            model_state = of_all_stages(models)
+            old = pieces_of(directory, manifest, models)
             files, dtype = list(old.sizes), masters(template)[0].dtype
             share = files[engine.global_rank :: engine.world_size]
             inspected = [_inspect_shard(path, old.sizes[path], dtype) for path in share]
-            problems = _model_problems(path, model_state, old, new, template)
+            problems = _model_problems(path, model_state, old.parameters(), ours, template)
         problems += [problem for shard in inspected for problem in shard["problems"]]
     except CheckpointError as error:  # all ranks must raise the error
         problems = error.problems
@@ -108,6 +113,15 @@ def pieces_on_ranks(engine: Any) -> Pieces:
         for each in sets:
             found.add([group], each, in_parts, joined=group)
     return found
+
+
+def _of_all_stages(sizes: dict[str, int], optimizer: Any) -> dict[str, int]:
+    """Return the sizes of the parameters of all pipeline stages. Every rank must call this."""
+    if groups_of(optimizer) is None:
+        return sizes
+    of_ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(of_ranks, sizes)
+    return {name: size for of_rank in of_ranks for name, size in of_rank.items()}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -196,12 +210,11 @@ def _shard_differences(shards: list[dict[str, Any]]) -> list[str]:
 def _model_problems(
     path: Path,
     model_state: dict[str, Any],
-    old: Pieces,
-    new: Pieces,
+    theirs: Mapping[str, int],
+    ours: Mapping[str, int],
     template: dict[str, Any],
 ) -> list[str]:
     problems = []
-    ours, theirs = new.parameters(), old.parameters()
     if ours != theirs:
         names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         problems.append(
@@ -321,4 +334,5 @@ def _restore_counters(engine: Any, model_state: dict[str, Any]) -> None:
         engine.lr_scheduler.load_state_dict(model_state["lr_scheduler"])
     buffers = dict(engine.module.named_buffers())
     for name in model_state["buffer_names"]:
-        buffers[name].copy_(model_state["module"][name])
+        if name in buffers or groups_of(engine.optimizer) is None:  # another stage may have it
+            buffers[name].copy_(model_state["module"][name])

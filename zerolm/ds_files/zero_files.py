@@ -19,36 +19,41 @@ import torch
 
 from zerolm.common.errors import CheckpointError
 from zerolm.common.values import Tensor
-from zerolm.ds_files.pieces import Pieces, num_shards, tensor_degree
+from zerolm.ds_files.pieces import Pieces, num_shards, num_stages, tensor_degree
 from zerolm.ds_files.safe_load import interpreted, read_data
 from zerolm.engine.experts import EXPERTS
+from zerolm.engine.stages import STAGE
 
 # Files that, on the same topology, are read only by the rank that wrote them.
 OF_ONE_RANK = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
 MASTER = "float32 master"  # used alongside the optimizer's own names, such as exp_avg
 
 
-def model_file(
-    directory: Path, manifest: Mapping[str, Any], tensor_rank: int = 0, rank: int = 0
-) -> Path:
+def model_file(directory: Path, manifest: Mapping[str, Any], part: int = 0, rank: int = 0) -> Path:
     """Return the path of the file with the parameters' order and shapes, the buffers and the
     counters.
 
     Args:
-        tensor_rank: rank within a tensor-parallel group.
+        part: rank within a tensor-parallel group, or the pipeline stage.
         rank: used only at stage 3, where the file contains this rank's part of frozen parameters.
     """
-    name = f"mp_rank_{tensor_rank:02d}"
+    name = f"mp_rank_{part:02d}"
     if manifest["zero_stage"] == 3:
         name = f"zero_pp_rank_{rank}_{name}"
     return directory / f"{name}_model_states.pt"
 
 
-def optimizer_files(directory: Path, num_shards: int, tensor_rank: int = 0) -> list[Path]:
-    """Return the paths of one tensor-parallel rank's shards, ordered by rank."""
-    pattern = re.compile(
-        rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt"
-    )
+def read_models(directory: Path, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the contents of the model files by tensor-parallel rank or pipeline stage,
+    memory-mapped.
+    """
+    parts = range(tensor_degree(manifest) * num_stages(manifest))
+    return [read_data(model_file(directory, manifest, part), mapped=True) for part in parts]
+
+
+def optimizer_files(directory: Path, num_shards: int, part: int = 0) -> list[Path]:
+    """Return the paths of the shards of a tensor-parallel rank or pipeline stage, by rank."""
+    pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{part:02d}_optim_states\.pt")
     found = {
         int(match[1]): path for path in directory.iterdir() if (match := pattern.match(path.name))
     }
@@ -58,6 +63,23 @@ def optimizer_files(directory: Path, num_shards: int, tensor_rank: int = 0) -> l
             f"lists {num_shards} ranks. Resume from another checkpoint."
         )
     return [found[rank] for rank in range(num_shards)]
+
+
+def of_all_stages(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content that the model file of a complete model would have, but for its groups of
+    parameters.
+
+    Args:
+        models: the result of `read_models`.
+    """
+    joined = dict(models[0])
+    for model in models[1:]:
+        joined["module"] = {**model["module"], **joined["module"]}
+        joined["shared_params"] = {**joined["shared_params"], **model["shared_params"]}
+        known = set(joined["buffer_names"])
+        new = [name for name in model["buffer_names"] if name not in known]
+        joined["buffer_names"] = [*joined["buffer_names"], *new]
+    return joined
 
 
 def num_values(param_shapes: Any) -> list[dict[str, int]]:
@@ -75,8 +97,8 @@ def pieces_of(
     """Return where each parameter's values are in a checkpoint's shards.
 
     Args:
-        models: the contents of the model files, by tensor-parallel rank. Shards of a matrix follow
-            each other, as if along its first dimension.
+        models: the result of `read_models`. Shards of a matrix follow each other, as if along its
+            first dimension. Of a matrix that two pipeline stages share, the first counts.
 
     Raises:
         CheckpointError: a shard is missing, or there are too many.
@@ -84,8 +106,8 @@ def pieces_of(
     found, shards = Pieces(), num_shards(manifest) // len(models)
     sharded = {name for name, blocks in blocks_of(models).items() if len(blocks) > 1}
     degree, experts = divided_experts(models[0])
-    for tensor_rank, model in enumerate(models):
-        files = optimizer_files(directory, shards, tensor_rank)
+    for part, model in enumerate(models):
+        files = optimizer_files(directory, shards, part)
         for group in num_values(model["param_shapes"]):
             for number in range(degree) if experts & group.keys() else [None]:
                 own = files if number is None else files[number::degree]
@@ -110,10 +132,13 @@ def blocks_of(models: Sequence[Mapping[str, Any]]) -> dict[str, list[torch.Size]
     """
     found: dict[str, list[torch.Size]] = {}
     degree, experts = divided_experts(models[0])
+    in_stages = STAGE in models[0]
     for number, model in enumerate(models):
         for name, shape in (item for group in model["param_shapes"] for item in group.items()):
             if name in experts:
                 found[name] = [shape] * degree
+            elif in_stages:
+                found[name] = [shape]
             elif number == 0 or sharded_dim(model, name) is not None:
                 found.setdefault(name, []).append(shape)
     return found
@@ -229,11 +254,10 @@ class Weights:
             self._read(directory, manifest)
 
     def _read(self, directory: Path, manifest: Mapping[str, Any]) -> None:
-        models = [
-            read_data(model_file(directory, manifest, tensor_rank), mapped=True)
-            for tensor_rank in range(tensor_degree(manifest))
-        ]
+        models = read_models(directory, manifest)
         self._model_state = models[0]
+        if STAGE in models[0]:
+            self._model_state = of_all_stages(models)
         self._pieces = pieces_of(directory, manifest, models)
         self._blocks = blocks_of(models)
         self.shapes = {

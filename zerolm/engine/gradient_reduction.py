@@ -27,6 +27,7 @@ from torch import distributed
 from zerolm.engine import replaced
 from zerolm.engine.muon import uses_muon
 from zerolm.engine.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
+from zerolm.engine.stages import groups_of, num_replicas
 from zerolm.engine.states import shard_group
 
 Parameters = list[tuple[int, int]]  # in a bucket: (group, index in the group)
@@ -60,7 +61,7 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
         gradient; otherwise None.
     """
     optimizer = engine.optimizer
-    ranks = distributed.get_world_size()
+    ranks = num_replicas(optimizer)
     key = engine._config._param_dict.get("zero_optimization", {}).get(KEY)
     if key is True or ranks == 1 or engine.zero_optimization_stage() not in (1, 2):
         return None
@@ -74,7 +75,8 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
         and engine.postscale_gradients()
         and engine.gradient_predivide_factor() == 1.0
     )
-    if not is_mean or optimizer.mpu is not None or uses_muon(optimizer):
+    is_other = optimizer.mpu is not None and groups_of(optimizer) is None
+    if not is_mean or is_other or uses_muon(optimizer):
         return None
     found = OwnerReduction(engine, always_by_owner=key is False, across=across)
     replaced.install(engine, "buffered_allreduce_fallback", found.finish)
@@ -161,7 +163,8 @@ class OwnerReduction:
             for partition in partitions:
                 distributed.all_reduce(partition, group=self._across)
         # DeepSpeed's scaling: the ranks that share a sequence hold parts of one gradient.
-        replicas = distributed.get_world_size() / float(self._engine.sequence_parallel_size)
+        ranks = num_replicas(self._optimizer)
+        replicas = ranks / float(self._engine.sequence_parallel_size)
         for partition in partitions:
             partition.mul_(1.0 / replicas)
         self._put_off_incomplete()

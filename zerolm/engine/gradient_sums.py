@@ -11,6 +11,7 @@ import torch
 
 from zerolm.engine import replaced
 from zerolm.engine.gradient_reduction import reduce_to_owners
+from zerolm.engine.stages import num_replicas
 
 
 def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> None:
@@ -24,7 +25,7 @@ def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> Non
     optimizer = engine.optimizer
     reduction = reduce_to_owners(engine, across, hosts)
     assert across is None or reduction is not None, "preflight refuses it"
-    is_single = torch.distributed.get_world_size() == 1
+    is_single = num_replicas(optimizer) == 1
     if hasattr(optimizer, "_add_to_grad_partition_buffer"):
         replaced.install(optimizer, "_add_to_grad_partition_buffer", _add)
         # On a single rank, 4 bytes fewer per micro-batch.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerolm.engine.parameters import residence
-from zerolm.engine.states import data_parallel_group, master_partitions
+from zerolm.engine.states import partitions_of
 
 
 def gradients(engine: Any) -> list[tuple[str, torch.Tensor]]:
@@ -14,14 +14,15 @@ def gradients(engine: Any) -> list[tuple[str, torch.Tensor]]:
 
     Each gradient value is on exactly one rank or, with `--shard_within`, on one rank of each group;
     there is no padding. With tensor parallelism, the gradient of a parameter that is not sharded is
-    on all ranks of a replica. Between the last backward pass of a step and its update, the values
+    on all ranks of a replica; with pipeline stages, that of a matrix which the first and last one
+    share is on both. Between the last backward pass of a step and its update, the values
     are the mean over ranks before clipping, multiplied by the fp16 loss scale. The values are
     views: changing them changes the optimizer step. On a given rank, the parameters and their order
     are the same at every step; parameters whose gradients are on NVMe are left out. There is no
     communication between ranks.
     """
     names = {id(each): name for name, each in engine.module.named_parameters()}
-    return [(names[id(parameter)], values) for parameter, values in _parts(engine)]
+    return [(names[id(parameter)], values) for parameter, values in parts(engine.optimizer)]
 
 
 def loss_scale(engine: Any) -> float:
@@ -31,13 +32,13 @@ def loss_scale(engine: Any) -> float:
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
-def _parts(engine: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    optimizer = engine.optimizer
+def parts(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield (parameter, values), as `gradients` returns them."""
     if hasattr(optimizer, "fp32_groups_gradients"):  # BF16_Optimizer
         for number, parameters in enumerate(optimizer.bf16_groups):
             partition = optimizer.fp32_groups_gradient_flat_partition[number]
             size = partition.numel()
-            first = -size * torch.distributed.get_rank(data_parallel_group(engine, number))
+            first = -size * torch.distributed.get_rank(optimizer.real_dp_process_group[number])
             for parameter in parameters:
                 start, stop = max(first, 0), min(first + parameter.numel(), size)
                 if start < stop:
@@ -49,16 +50,16 @@ def _parts(engine: Any) -> Iterator[tuple[Any, torch.Tensor]]:
     offload = optimizer.offload_optimizer if is_stage_3 else optimizer.cpu_offload
     for number, group in enumerate(groups):
         trained = [each for each in group if each.requires_grad]
-        on_host = _offloaded(engine, number, trained)
-        for parameter, values in on_host if offload else _on_device(engine, number, group):
+        on_host = _offloaded(optimizer, number, trained)
+        for parameter, values in on_host if offload else _on_device(optimizer, number, group):
             if is_stage_3:
                 values = values.view(-1)[: residence(parameter).length]
             if values.numel():
                 yield parameter, values
 
 
-def _offloaded(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    optimizer, gradient = engine.optimizer, master_partitions(engine)[number].grad
+def _offloaded(optimizer: Any, number: int, group: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    gradient = partitions_of(optimizer)[number].grad
     if gradient is None:  # on NVMe
         return
     for parameter in group:
@@ -66,9 +67,9 @@ def _offloaded(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple
         yield parameter, gradient.narrow(0, offset, length)
 
 
-def _on_device(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def _on_device(optimizer: Any, number: int, group: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     parameters = iter(group)
-    for gradient in engine.optimizer.averaged_gradients[number]:
+    for gradient in optimizer.averaged_gradients[number]:
         if getattr(gradient, "_zero_padding", False):
             continue
         parameter = next(parameters, None)

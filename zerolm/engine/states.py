@@ -47,8 +47,13 @@ class MasterSlice(NamedTuple):
 
 def master_partitions(engine: Any) -> list[torch.Tensor]:
     """Return this rank's flat partitions of master weights."""
-    name = next(name for name in MASTER_PARTITIONS if hasattr(engine.optimizer, name))
-    return list(getattr(engine.optimizer, name))
+    return partitions_of(engine.optimizer)
+
+
+def partitions_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the flat partitions of master weights of DeepSpeed's optimizer."""
+    name = next(name for name in MASTER_PARTITIONS if hasattr(optimizer, name))
+    return list(getattr(optimizer, name))
 
 
 def master_slice(engine: Any, parameter: Any) -> MasterSlice | None:

@@ -20,7 +20,9 @@ import torch
 
 from zerolm.common.errors import GaveUp
 from zerolm.engine import replaced
+from zerolm.engine.gradients import parts
 from zerolm.engine.muon import uses_muon
+from zerolm.engine.stages import groups_of, is_copy
 
 RefusalRule = Callable[[float], bool]  # takes the gradient norm; returns whether to refuse the step
 # At stage 3, and with offload, these methods update Muon's momentum before the norm is known. They
@@ -154,7 +156,9 @@ class StepGate:
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         optimizer = self._optimizer
-        mpu = optimizer.mpu  # set with tensor parallelism: a rank has only gradient shards
+        stages = groups_of(optimizer)
+        # set with tensor parallelism: a rank has only gradient shards
+        mpu = optimizer.mpu if stages is None else None
         partitions = optimizer.fp32_groups_gradient_flat_partition
         if for_clipping:  # Muon reads complete matrices, even if the rank owns only a part
             is_complete = mpu or uses_muon(optimizer)
@@ -164,14 +168,21 @@ class StepGate:
             assert not experts, "DeepSpeed's own MoE layers are not used here"
             norm = get_global_norm_of_tensors(gradients, mpu=mpu)  # `--agc` is refused here
         else:
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
-            square = torch.stack(norms).square().sum()
+            counted = partitions
+            if stages is not None:
+                counted = [each for parameter, each in parts(optimizer) if not is_copy(parameter)]
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in counted]
+            zero = torch.zeros((), dtype=torch.float64, device=partitions[0].device)
+            square = torch.stack([*norms, zero]).square().sum()
             if (ranks := torch.distributed.get_world_size()) > 1:
                 # over all copies, so that all get identical bits
                 torch.distributed.all_reduce(square)
-                square /= ranks // torch.distributed.get_world_size(optimizer.dp_process_group)
+                shards = torch.distributed.get_world_size(optimizer.dp_process_group)
+                square /= ranks // shards if stages is None else 1
             norm = square.sqrt().float()
-            gradients = [norm[None]]
+            # DeepSpeed sums the squares of what the stages of a replica return.
+            counts = stages is None or stages.stage == 0
+            gradients = [norm[None] if counts else torch.zeros_like(norm)[None]]
         total = float(norm)  # the step's only wait for this value
         if not self._decide(total):
             if math.isfinite(total) and (ratio := self.clip_parameters()) != 1.0:

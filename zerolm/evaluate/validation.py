@@ -134,7 +134,7 @@ def validation_loss(
 
     from zerolm.distributed.collectives import sum_over_ranks
     from zerolm.model.compile import eager
-    from zerolm.model.forward import token_losses
+    from zerolm.model.forward import has_losses, token_losses
     from zerolm.model.loss import sums_by_source
 
     num_sums = 2 if token_bytes is None else 4
@@ -155,6 +155,8 @@ def validation_loss(
                     losses_BT[:, columns], of_part, len(source_names)
                 )
     engine.train()
+    if not has_losses(engine):
+        sums, of_parts = torch.zeros_like(sums), torch.zeros_like(of_parts)
     if torch.distributed.is_initialized():
         sum_over_ranks(sums)
         if parts:

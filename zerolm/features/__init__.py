@@ -21,6 +21,7 @@ from zerolm.features.gathered_blocks import GatheredBlocks
 from zerolm.features.health import Health
 from zerolm.features.integrity import Integrity
 from zerolm.features.memory_copies import MemoryCopies
+from zerolm.features.pipeline_stages import PipelineStages
 from zerolm.features.qk_clip import QkClip
 from zerolm.features.z_loss import ZLoss
 
@@ -33,6 +34,7 @@ FEATURES: tuple[type[Feature], ...] = (
     Completep,
     ExpertBalance,
     ExpertRanks,
+    PipelineStages,
     ChunkedLoss,
     ZLoss,
     Fp8,

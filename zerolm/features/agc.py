@@ -49,7 +49,7 @@ class Agc(Feature):
             default=0.0,
             changes_curve=True,
             not_with=dict.fromkeys(
-                ("tensor", "sequence"), "norms are summed over the ranks of ZeRO only"
+                ("tensor", "sequence", "stages"), "norms are summed over the ranks of ZeRO only"
             ),
         )
 

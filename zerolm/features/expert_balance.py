@@ -9,6 +9,7 @@ from zerolm.config.flag import real, switch
 from zerolm.features.feature import Batch, Case, Feature, Forward, Row, RunParts, StepInputs
 from zerolm.run_dir.metrics import Z_LOSS, Metric, Panel
 
+NO_STAGES = {"stages": "routers are on several stages"}
 ROUTER_CHOICE = Panel(
     "Router choice",
     smooth=True,
@@ -76,12 +77,14 @@ class ExpertBalance(Feature):
             "load by X, and lower the others'; 0.001 is typical, 0: off",
             default=0.0,
             changes_curve=True,
+            not_with=NO_STAGES,
         )
         global_router_loss: bool = switch(
             "model",
             "mixture of experts: compute the router loss over the global batch instead of each "
             "micro-batch",
             changes_curve=True,
+            not_with=NO_STAGES,
         )
         router_z_loss: float = real(
             "model",
@@ -89,6 +92,7 @@ class ExpertBalance(Feature):
             "typical, 0: off",
             default=0.0,
             changes_curve=True,
+            not_with=NO_STAGES,
         )
 
     @classmethod
@@ -131,7 +135,13 @@ class ExpertBalance(Feature):
         """Report that a router loss depends on the micro-batch size, because the loss multiplies
         means over a micro-batch.
         """
-        from zerolm.model.architecture import router_loss_coefficient
+        from zerolm.model.architecture import experts_per_token, router_loss_coefficient
+
+        if case.layout.stages > 1 and experts_per_token(case.config) is not None:
+            yield (
+                f"{case.settings.deepspeed_config}: pipeline.stages: the metrics of routers are "
+                f"not measured"
+            )
 
         if router_loss_coefficient(case.config) and not case.settings.global_router_loss:
             yield (
@@ -158,6 +168,8 @@ class ExpertBalance(Feature):
         from zerolm.routers.biased_routers import biased_routers
 
         config = plan.model.config
+        if plan.layout.stages > 1:
+            return False
         if experts_per_token(config) is not None:
             return True
         return bool(biased_routers(meta_model(ConfigKey.of(config).config)))

@@ -82,9 +82,10 @@ class Health(Feature):
         engine, layout = run.engine, run.layout
         self._engine, self._device, self._gate, self._layout = engine, run.device, run.gate, layout
         self._blocks = Blocks(engine.module)
-        # Muon does not report the gradient's norm. With sharded sequences, no rank has the
-        # gradient of a complete micro-batch.
-        self._noise = not self.plan.ds.uses_muon and layout.sequence == layout.experts == 1
+        # Muon does not report the gradient's norm. With sharded sequences or layers, no rank has
+        # the gradient of a complete micro-batch.
+        divided = max(layout.sequence, layout.experts, layout.stages) > 1
+        self._noise = not self.plan.ds.uses_muon and not divided
         self._meter = UpdateMeter(engine, self._blocks, layout)
         own = [each for each, _ in self._blocks.parameters if is_counted_here(each, layout)]
         self._small = SmallBatches(own, run.device, layout.counts_losses(run.rank))

@@ -24,6 +24,7 @@ class Integrity(Feature):
             "stability",
             "detect silent hardware errors: compare states between steps, and recompute a step "
             "with suspicious gradients before it is applied",
+            not_with={"stages": "all stages would have to repeat their passes"},
         )
         replay_interval: int = count(
             "stability",

@@ -45,6 +45,7 @@ class MemoryCopies(Feature):
             "STEPS",
             minimum=0,
             default=0,
+            not_with={"stages": "stages have different weights"},
         )
 
     @classmethod

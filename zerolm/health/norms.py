@@ -13,6 +13,7 @@ import torch
 from zerolm.distributed.layout import Layout
 from zerolm.engine.parameters import divided_over, is_partitioned, own_values, residence
 from zerolm.engine.protocol import Engine
+from zerolm.engine.stages import is_copy
 from zerolm.engine.states import OnNvme, master_slice
 from zerolm.model.architecture import block_of
 
@@ -26,7 +27,8 @@ SAMPLE_VALUES, WINDOW_VALUES = 1 << 24, 1024
 
 
 class Blocks:
-    """A model's parameters, grouped by block. A tied parameter belongs only to its first block.
+    """A model's parameters, grouped by block. A tied parameter belongs only to its first block, and
+    counts on one pipeline stage.
 
     Attributes:
         names: names of the blocks, in model order.
@@ -37,6 +39,8 @@ class Blocks:
         self.names: list[str] = []
         self.parameters: list[tuple[Any, int]] = []
         for name, parameter in model.named_parameters():
+            if is_copy(parameter):
+                continue
             block = block_of(name)
             if block not in self.names:
                 self.names.append(block)

@@ -44,7 +44,7 @@ def flops_per_token(
         multiply_adds += share * math.prod(shape)
     if getattr(config, "tie_word_embeddings", False):
         multiply_adds += text_config.vocab_size * _output_width(text_config, shapes)
-    multiply_adds += _attention_multiply_adds(text_config, seq_len)
+    multiply_adds += sum(attention_multiply_adds(text_config, seq_len))
     return TRAINING_TO_FORWARD * 2 * multiply_adds
 
 
@@ -83,18 +83,18 @@ def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ..
     return widths[0] if widths else 0
 
 
-def _attention_multiply_adds(config: "PretrainedConfig", seq_len: int) -> float:
-    """Return the attention multiply-adds per query: with all keys and values, in all heads and
-    layers.
+def attention_multiply_adds(config: "PretrainedConfig", seq_len: int) -> list[float]:
+    """Return the attention multiply-adds per query in each layer: with all keys and values, in all
+    heads.
     """
     layer_types = getattr(config, "layer_types", None)
     layers = layer_configs(config)
     if not layer_types:
         layer_types = [None] * len(layers)
-    return sum(
+    return [
         _attended_keys(layer, layer_type, seq_len) * _attention_width(layer)
         for layer, layer_type in zip(layers, layer_types, strict=False)
-    )
+    ]
 
 
 def _attention_width(layer: "PretrainedConfig") -> float:

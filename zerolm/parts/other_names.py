@@ -54,7 +54,7 @@ OTHER_NAMES = (
      "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size"),
     ("sequence_parallel_size in --deepspeed_config", "docs/parallelism.md",
      "context_parallel_size context_parallel_degree sequence_parallel"),
-    ("--deepspeed_config", "ZeRO shards the states; there are no pipeline stages",
+    ("pipeline.stages in --deepspeed_config", "docs/parallelism.md",
      "pipeline_model_parallel_size pipeline_parallel_degree"),
     ("--precision", "bf16, fp16 or fp32", "bf16 fp16 fp32 dtype mixed_precision torch_dtype"),
     ("--float32_matmul", "high is TF32", "tf32"),

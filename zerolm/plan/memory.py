@@ -6,7 +6,8 @@ traced.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zerolm.config import defaults
@@ -18,7 +19,14 @@ from zerolm.engine.reduction_choice import DEEPSPEED_BUCKET
 from zerolm.model import activation_memory
 from zerolm.model.model import hidden_size
 from zerolm.plan import exchange, muon_memory
-from zerolm.plan.rank_share import Shapes, parts_of_rank, shapes_of_rank, shard_values
+from zerolm.plan.rank_share import (
+    Shapes,
+    even_layers,
+    parts_of_rank,
+    shapes_of_rank,
+    shapes_of_stages,
+    shard_values,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,7 +77,12 @@ class ModelStates:
 
 
 def model_states(
-    shapes: Shapes, profile: Profile, layout: Layout, *, kept_bytes: int = 0
+    shapes: Shapes,
+    profile: Profile,
+    layout: Layout,
+    *,
+    kept_bytes: int = 0,
+    stage: int | None = None,
 ) -> ModelStates:
     """Return the bytes of one rank's weights, gradients, moments and master weights.
 
@@ -81,11 +94,12 @@ def model_states(
         shapes: {parameter name: shape}, with each tied parameter listed once.
         profile: the profile, resolved or as written by the user.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
+        stage: the pipeline stage; None: the largest.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
     of DeepSpeed 0.19.8's tensors for the rest.
     """
-    shapes, world_size = shapes_of_rank(shapes, layout)
+    shapes, world_size = shapes_of_rank(shapes, layout, profile.stage_layers, stage)
     stage = profile.zero_stage
     total = sum(map(math.prod, shapes.values()))
     shard = shard_values(shapes, layout._replace(partitions_weights=stage == 3))
@@ -207,6 +221,7 @@ def checkpoint_bytes(
         experts: number of ranks over which experts are divided.
     """
     weights = weight_file_bytes(shapes, profile, experts)
+    shapes = _of_all_stages(shapes, profile)
     degree = profile.tensor_parallel
     shapes, _ = shapes_of_rank(shapes, Layout(degree, tensor=degree))
     total = sum(map(math.prod, shapes.values()))
@@ -218,10 +233,20 @@ def checkpoint_bytes(
     return degree * (total * profile.master_bytes + states) + weights
 
 
+def _of_all_stages(shapes: Shapes, profile: Profile) -> Shapes:
+    """Return the shapes of all pipeline stages, of which two may have copies of a matrix."""
+    if profile.stages == 1:
+        return shapes
+    layers = profile.stage_layers or even_layers(shapes, profile.stages)
+    stages = enumerate(shapes_of_stages(shapes, layers))
+    return {f"{stage}/{name}": shape for stage, own in stages for name, shape in own.items()}
+
+
 def weight_file_bytes(shapes: Shapes, profile: Profile, experts: int = 1) -> int:
     """Return the bytes of the weights in a checkpoint, which every rank loads; 0 under ZeRO-3."""
     if profile.zero_stage == 3:
         return 0
+    shapes = _of_all_stages(shapes, profile)
     degree = profile.tensor_parallel
     shapes, _ = shapes_of_rank(shapes, Layout(degree * experts, tensor=degree, experts=experts))
     return degree * profile.weight_bytes * sum(map(math.prod, shapes.values()))
@@ -279,6 +304,64 @@ def _estimated(
     )
 
 
+def stage_activations(
+    found: activation_memory.Activations, layers: Sequence[int], stage: int, micro_batches: int
+) -> activation_memory.Activations:
+    """Return the activations of a pipeline stage, with those of all micro-batches in flight.
+
+    In the order 1F1B, a stage stores as many micro-batches as there are stages from it on. Besides
+    what its blocks save, it stores the hidden states that it sent. The last stage computes the
+    loss.
+
+    Args:
+        found: of the whole model.
+        layers: number of blocks of each stage.
+        micro_batches: of a step on a replica.
+    """
+    stored = min(len(layers) - stage, micro_batches)
+    share = stored * layers[stage] / sum(layers)
+    is_last = stage == len(layers) - 1
+    sent = found.inputs // sum(layers)  # hidden states of one micro-batch
+    return replace(
+        found,
+        layers=int(found.layers * share),
+        inputs=int(found.inputs * share),
+        selective=int(found.selective * share),
+        outside=found.outside if is_last else (stored + 2) * sent,  # and their gradient, twice
+        loss=found.loss if is_last else 0,
+        loss_peak=found.loss_peak if is_last else 0,
+        chunk=found.chunk if is_last else 0,
+    )
+
+
+def stage_bytes(
+    shapes: Shapes,
+    profile: Profile,
+    layout: Layout,
+    found: activation_memory.Activations,
+    checkpointing: Recompute,
+    sequences: int,
+    micro_batches: int,
+    kept_bytes: int = 0,
+) -> list[int]:
+    """Return the peak bytes of each pipeline stage: states, buffers and activations.
+
+    Args:
+        found: activations of a sequence in the whole model.
+        sequences: in a micro-batch.
+        micro_batches: of a step on a replica.
+    """
+    layers = profile.stage_layers or even_layers(shapes, layout.stages)
+    total = []
+    for stage in range(layout.stages):
+        own, _ = shapes_of_rank(shapes, layout, layers, stage)
+        states = model_states(shapes, profile, layout, kept_bytes=kept_bytes, stage=stage)
+        activations = stage_activations(found, layers, stage, micro_batches)
+        peak = activations.peak(checkpointing, sequences)
+        total.append(states.device + sum(buffer_bytes(own, profile)) + peak)
+    return total
+
+
 def activation_bytes(
     config: "PretrainedConfig",
     seq_len: int,
@@ -325,8 +408,26 @@ def fitting_micro_batch(
         rank_imbalance: see `exchange.busiest_share`.
     """
     if memory_bytes is None:
-        return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
+        largest = max(1, per_rank // layout.stages)  # so that no stage mostly waits
+        size = defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
+        while size > largest:
+            size //= 2
+        return max(1, size)
     free = int(memory_bytes * defaults.MEMORY_SHARE)
+    sizes = defaults.micro_batch_candidates(per_rank)
+    if layout.stages > 1:
+        found = activations_of(
+            config, seq_len, profile.precision, compiled=compiled, chunk_tokens=loss_chunk_tokens
+        )
+
+        def fits(size: int) -> bool:
+            used = stage_bytes(
+                shapes, profile, layout, found, checkpointing, size, per_rank // size, kept_bytes
+            )
+            return max(used) <= free
+
+        enough = [size for size in sizes if per_rank // size >= layout.stages]
+        return max(filter(fits, enough), default=1)
     states = model_states(shapes, profile, layout, kept_bytes=kept_bytes)
     free -= states.device + sum(buffer_bytes(shapes_of_rank(shapes, layout)[0], profile))
     found = activations_of(
@@ -339,6 +440,5 @@ def fitting_micro_batch(
     row = exchange.memory_bytes(
         config, shapes, layout, seq_len, profile.weight_bytes, bool(checkpointing), rank_imbalance
     )
-    sizes = defaults.micro_batch_candidates(per_rank)
     fitting = (size for size in sizes if found.peak(checkpointing, size) + size * row <= free)
     return max(fitting, default=1)

@@ -1,5 +1,5 @@
 """Parameter shapes and config of the part of the model that one rank has, under tensor parallelism
-or with divided experts.
+with divided experts, or in pipeline stages.
 
 Reproduces the sharding of DeepSpeed 0.19.8's AutoTP without importing it, for estimates of memory
 and time.
@@ -7,7 +7,8 @@ and time.
 
 import copy
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zerolm.distributed.layout import Layout
@@ -17,16 +18,68 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
+IN_A_BLOCK = re.compile(r"(.*?)\.(\d+)\.")  # in an outermost list of modules
 
 
-def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
+def shapes_of_stages(shapes: Shapes, layers: Sequence[int]) -> list[dict[str, tuple[int, ...]]]:
+    """Return the parameter shapes of each pipeline stage.
+
+    What is listed before the blocks is on the first stage, and what follows them on the last; if
+    no head follows them, the last stage has a copy of the embeddings.
+
+    Args:
+        layers: number of blocks of each stage.
+    """
+    places = {name: IN_A_BLOCK.match(name) for name in shapes}
+    lists = [place[1] for place in places.values() if place]
+    blocks = max(set(lists), key=lists.count)
+    of_block = [stage for stage, count in enumerate(layers) for _ in range(count)]
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in layers]
+    before: dict[str, tuple[int, ...]] = {}
+    after: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        place = places[name]
+        if place and place[1] == blocks:
+            found[of_block[int(place[2])]][name] = shape
+        else:
+            (after if any(found) else before)[name] = shape
+    tables = {name: shape for name, shape in before.items() if len(shape) == 2}
+    if tables and not any(len(shape) == 2 for shape in after.values()):
+        name = next(iter(tables))
+        after[name] = tables[name]
+    found[0] |= before
+    found[-1] |= after
+    return found
+
+
+def even_layers(shapes: Shapes, stages: int) -> list[int]:
+    """Return the number of blocks of each stage if all blocks cost the same."""
+    places = [place for name in shapes if (place := IN_A_BLOCK.match(name))]
+    lists = [place[1] for place in places]
+    blocks = max(set(lists), key=lists.count)
+    count = 1 + max(int(place[2]) for place in places if place[1] == blocks)
+    return [count // stages + (stage < count % stages) for stage in range(stages)]
+
+
+def shapes_of_rank(
+    shapes: Shapes, layout: Layout, layers: Sequence[int] = (), stage: int | None = None
+) -> tuple[Shapes, int]:
     """Return a rank's parameter shapes, and the number of ranks over which ZeRO partitions them.
 
     Under tensor parallelism a rank holds a shard of every matrix except the embedding (and a head
     tied to it), and ZeRO partitions over the replicas. With divided experts a rank holds some
     experts, whose states are partitioned over fewer ranks (`shard_values`). Otherwise ZeRO
     partitions the full shapes over all ranks or over the ranks of a group.
+
+    Args:
+        layers: number of blocks of each pipeline stage; empty: divided evenly.
+        stage: the pipeline stage; None: the largest.
     """
+    if layout.stages > 1:
+        found = shapes_of_stages(shapes, layers or even_layers(shapes, layout.stages))
+        if stage is None:
+            return max(found, key=lambda each: sum(map(math.prod, each.values()))), layout.shards
+        return found[stage], layout.shards
     if layout.experts > 1:
         return {
             name: (-(-shape[0] // layout.experts), *shape[1:]) if is_routed_expert(name) else shape

@@ -19,7 +19,7 @@ from zerolm.ds_config.resolve import resolve_profile
 from zerolm.model import loss_chunks
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
-from zerolm.plan import budget, exchange, memory
+from zerolm.plan import budget, exchange, memory, stage_share
 from zerolm.plan.rank_share import config_of_rank
 
 
@@ -166,6 +166,8 @@ def resolve_ds_config(
         ranks=layout.world_size,
         compiled=settings.compile,
     )
+    if layout.stages > 1:
+        profile = stage_share.with_layers(profile, model, settings.seq_len, layout.stages)
     return resolve_profile(
         profile,
         settings,

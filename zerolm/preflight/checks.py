@@ -20,7 +20,7 @@ from zerolm.ds_config.resolve import deepspeed_problems
 from zerolm.ds_config.scheduler import course_problems
 from zerolm.model.architecture import ConfigKey, meta_model
 from zerolm.model.model import Model
-from zerolm.plan import expert_rules
+from zerolm.plan import expert_rules, stage_rules
 from zerolm.plan.plan import Plan
 from zerolm.preflight import (
     existing_run,
@@ -32,6 +32,7 @@ from zerolm.preflight import (
     model_rules,
     plausibility,
     same_logits,
+    stage_proof,
 )
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ OF_MODEL: tuple[tuple[str, Check], ...] = (
     ("problems", model_rules.model_problems),
     ("problems", parallel_rules.model_problems),
     ("problems", expert_rules.problems),
+    ("problems", stage_rules.problems),
+    ("problems", stage_rules.batch_problems),
     ("problems", model_rules.layerdrop_problems),
     ("problems", _parameter_problems),
     ("notices", model_rules.dropout_notices),
@@ -124,6 +127,7 @@ OF_MODEL: tuple[tuple[str, Check], ...] = (
     ("notices", model_rules.padding_notices),
     ("problems", _proof_problems),
     ("problems", expert_proof.problems),
+    ("problems", stage_proof.problems),
     ("problems", evaluate.problems),
     ("problems", existing_run.directory_problems),
 )

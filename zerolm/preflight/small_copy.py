@@ -122,6 +122,20 @@ def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedCon
     return small
 
 
+def with_depth(config: "PretrainedConfig", depth: int) -> "PretrainedConfig":
+    """Return the config with more layers, which are like the last one."""
+    deep = copy.deepcopy(config)
+    text = deep.get_text_config()
+    old = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == old:
+            _set(text, key, type(value)([*value, *[value[-1]] * (depth - old)]))
+    for key in DEPTHS:
+        if getattr(text, key, None) == old:
+            _set(text, key, depth)
+    return deep
+
+
 def small_copies(config: "PretrainedConfig", shapes: Shapes) -> Iterator[Copy]:
     """Yield configs of small copies, starting with the copy most similar to the model."""
     small = shallow_config(config, shapes)

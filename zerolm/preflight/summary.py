@@ -6,7 +6,7 @@ from zerolm.data.epochs import times
 from zerolm.distributed.device import ABSENT
 from zerolm.ds_config import scheduler
 from zerolm.optim.schedule import SCHEDULES
-from zerolm.plan import exchange, memory
+from zerolm.plan import exchange, memory, stage_share
 from zerolm.plan.peak_flops import TF32
 from zerolm.plan.plan import Plan
 from zerolm.plan.rank_share import config_of_rank
@@ -37,6 +37,12 @@ def figures(plan: Plan) -> dict[str, str]:
         model.config, model.shapes, plan.layout, settings.micro_batch_size * settings.seq_len,
         profile.weight_bytes, bool(settings.gradient_checkpointing),
     )  # fmt: skip
+    per_rank = (
+        f"{shown_bytes(states.device)} of model states on the device{second}, "
+        f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of activations"
+    )
+    if plan.layout.stages > 1:
+        per_rank = _stage_memory(plan, kept)
     lines = {
         "model": f"{model.config.model_type}, {model.num_parameters:,} parameters",
         **({"branch": _branch_line(plan)} if plan.branch else {}),
@@ -52,9 +58,8 @@ def figures(plan: Plan) -> dict[str, str]:
         "learning rate": _learning_rate_line(plan),
         "FLOPs per token": f"{plan.flops_per_token:.4g}",
         "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
-        "memory per rank": f"{shown_bytes(states.device)} of model states on the device{second}, "
-        f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of "
-        f"activations",
+        **_stage_lines(plan),
+        "memory per rank": per_rank,
         "epochs": ", ".join(
             f"{name} {times(epochs)}"
             for name, epochs in zip(plan.source_names, epochs_of(plan), strict=True)
@@ -84,6 +89,34 @@ def figures(plan: Plan) -> dict[str, str]:
             f"{settings.batch_ramp_tokens:,} tokens"
         )
     return lines | features.summary(plan)
+
+
+def _stage_lines(plan: Plan) -> dict[str, str]:
+    """Return the division of the blocks, and the time that stages wait for each other."""
+    if plan.layout.stages == 1:
+        return {}
+    layers = plan.ds.stage_layers
+    costs = stage_share.shares(*stage_share.block_costs(plan.model, plan.settings.seq_len), layers)
+    count = plan.ds.accumulation or 1
+    idle = (len(layers) - 1) / (count + len(layers) - 1)
+    return {
+        "stages": f"{', '.join(map(str, layers))} blocks, at "
+        f"{', '.join(f'{cost:.2f}' for cost in costs)} of the mean cost; idle for {idle:.1%} of a "
+        f"step with {count} micro-batches"
+    }
+
+
+def _stage_memory(plan: Plan, kept: int) -> str:
+    settings = plan.settings
+    found = memory.activations_of(
+        plan.model.config, settings.seq_len, plan.ds.precision,
+        chunk_tokens=settings.loss_chunk_tokens,
+    )  # fmt: skip
+    used = memory.stage_bytes(
+        plan.model.shapes, plan.ds, plan.layout, found, settings.gradient_checkpointing,
+        settings.micro_batch_size, plan.ds.accumulation or 1, kept,
+    )  # fmt: skip
+    return f"by stage, about {', '.join(map(shown_bytes, used))}"
 
 
 def _branch_line(plan: Plan) -> str:

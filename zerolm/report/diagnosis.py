@@ -26,6 +26,7 @@ from zerolm.report.speed_diagnosis import (
     slow_host,
     slow_rank,
     uneven_experts,
+    uneven_pipeline,
 )
 
 # Number of earlier losses that a loss is compared with, and threshold in standard deviations.
@@ -311,5 +312,6 @@ _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     low_mfu,
     slow_rank,
     uneven_experts,
+    uneven_pipeline,
     checkpoint_stalls,
 )

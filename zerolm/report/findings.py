@@ -20,7 +20,7 @@ class Finding:
 
     Attributes: kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
         "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank",
-        "uneven_experts", "checkpoint_stalls" or "slow_host".
+        "uneven_experts", "uneven_pipeline", "checkpoint_stalls" or "slow_host".
         step, tokens: where in the run the problem occurred.
         text: one or two sentences on what the metrics show, and what to try.
         advice: what to try, if it applies to several findings; it is then shown only once.

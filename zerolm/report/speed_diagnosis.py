@@ -16,12 +16,13 @@ from zerolm.report.findings import (
     recent_of,
 )
 from zerolm.run_dir.events import shown_slow_host
-from zerolm.run_dir.metrics import RANK_IMBALANCE
+from zerolm.run_dir.metrics import RANK_IMBALANCE, SLOWEST_IN_PIPELINE
 
 DATA_SHARE = 0.1
 LOW_MFU, FALLEN_MFU = 0.1, 0.75
 SLOW_RANK_RATIO, SLOW_RANK_ROWS = 1.25, 0.7
 STALL_SHARE = 0.05
+UNEVEN_PIPELINE_RATIO = 1.1  # time that the slowest pipeline stage computes, relative to the mean
 UNEVEN_RATIO = 1.5  # tokens of the busiest rank's experts, relative to the mean
 
 
@@ -100,6 +101,19 @@ def uneven_experts(rows: Sequence[Row]) -> list[Finding]:
         f"--global_router_loss with a larger coefficient), or use a smaller --expert_parallel."
     )
     return [finding_at("uneven_experts", ratios[0], text)]
+
+
+def uneven_pipeline(rows: Sequence[Row]) -> list[Finding]:
+    """Return a finding if one pipeline stage computes longer than the others."""
+    ratios = recent_of(rows, SLOWEST_IN_PIPELINE)
+    if not ratios or (ratio := median_of(ratios)) < UNEVEN_PIPELINE_RATIO:
+        return []
+    text = (
+        f"The slowest pipeline stage computes {ratio:.2f} times as long as the mean stage, and the "
+        f"others wait for it. Give it fewer blocks with `layers` in the block `pipeline` of the "
+        f"DeepSpeed JSON, or check its hosts (`zerolm doctor` compares hosts)."
+    )
+    return [finding_at("uneven_pipeline", ratios[0], text)]
 
 
 def slow_host(events: Sequence[Row]) -> list[Finding]:

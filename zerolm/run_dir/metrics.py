@@ -10,6 +10,7 @@ from dataclasses import dataclass
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a metric is better
 AUXILIARY = "train/auxiliary_loss"  # auxiliary loss of the routers
 RANK_IMBALANCE = "router/rank_imbalance"  # of tokens over ranks with divided experts
+IDLE_SHARE, SLOWEST_IN_PIPELINE = "stages/idle_share", "stages/slowest"  # of a pipeline
 
 
 @dataclass(frozen=True)

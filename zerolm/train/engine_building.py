@@ -18,6 +18,8 @@ from zerolm.attention import choice
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError
 from zerolm.distributed import ulysses
+from zerolm.distributed.collectives import require_same_on_all_ranks
+from zerolm.distributed.pipeline import Link
 from zerolm.ds_config.muon import not_matrices, transposed_shapes
 from zerolm.ds_config.profile import Profile
 from zerolm.engine import experts, muon
@@ -25,13 +27,16 @@ from zerolm.engine.gradient_sums import spare_memory_traffic
 from zerolm.engine.kernel_fixes import fix_lion_zero_updates
 from zerolm.engine.protocol import Engine
 from zerolm.engine.shard_groups import sharding_within
+from zerolm.engine.stages import StageGroups
 from zerolm.features.feature import Feature
 from zerolm.model import build
+from zerolm.model.stages import stage_of
 from zerolm.optim import custom
 from zerolm.optim.parameter_groups import describe_groups, parameter_groups
 from zerolm.plan.plan import Plan
 from zerolm.pretrained import check as pretrained
 from zerolm.pretrained import masters
+from zerolm.watchdog.progress import record_progress
 
 
 def build_engine(
@@ -55,22 +60,35 @@ def build_engine(
     existing = pretrained.verified(plan.initial)
     if plan.layout.experts > 1:
         experts.create_groups(plan.layout.experts)
-    model = build_checked_model(plan, existing, wanted, device, print_rank0)
+    groups = StageGroups(plan.layout.stages) if plan.layout.stages > 1 else None
+    model = build_checked_model(plan, existing, wanted, device, print_rank0, groups)
 
     for feature in wanted:
         feature.change_model(model)
     buffers = build.float32_buffers(model)
-    mpu = ulysses.register_attention(
+    mpu = groups or ulysses.register_attention(
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )
     engine = initialize(plan, model, mpu, existing, wanted, print_rank0)
 
     build.restore_float32_buffers(engine.module, buffers)  # DeepSpeed has cast them
+    if groups is not None:
+        _link(engine, plan, groups)
     engine.train()
     for feature in wanted:
         if line := feature.change_engine(engine):
             print_rank0(line)
     return engine
+
+
+def _link(engine: Engine, plan: Plan, groups: StageGroups) -> None:
+    """Connect this stage with its neighbours."""
+    stage, width = stage_of(engine.module), plan.model.hidden_size
+    assert stage is not None and width is not None
+    stage.link = Link(
+        groups.peers, groups.stage, groups.pipe, width, torch_dtype(plan.ds), engine.device,
+        lambda: record_progress("transfer"),
+    )  # fmt: skip
 
 
 def build_checked_model(
@@ -79,6 +97,7 @@ def build_checked_model(
     wanted: Sequence[Feature],
     device: Any,
     print_rank0: Callable[..., None],
+    stage_groups: StageGroups | None = None,
 ) -> Any:
     """Build the model with the same attention kernel and initial weights on every host.
 
@@ -87,6 +106,7 @@ def build_checked_model(
     Args:
         existing: weights to start from, returned by `verified`; None for random weights.
         wanted: the run's features, which may scale random weights.
+        stage_groups: if the model is divided into pipeline stages, this rank's groups.
 
     Raises:
         ConfigError: the weights do not match the model config or the existing weights.
@@ -123,6 +143,8 @@ def build_checked_model(
         initial=existing,
         factors=factors,
         expert_degree=plan.layout.experts,
+        stage_groups=stage_groups,
+        stage_layers=profile.stage_layers,
     )
     if existing is not None:
         report = pretrained.check_loaded(model, existing)
@@ -150,12 +172,13 @@ def initialize(
     dotted path.
 
     Args:
-        mpu: the result of `ulysses.register_attention`.
+        mpu: the result of `ulysses.register_attention`, or a stage's groups.
         existing: weights that the model was initialized with, or None.
         wanted: the run's features, which may scale optimizer options.
     """
     profile, weight_decay = plan.ds, plan.settings.weight_decay
-    print_rank0(describe_groups(model, weight_decay))
+    of_stage = "first stage: " if plan.layout.stages > 1 else ""
+    print_rank0(of_stage + describe_groups(model, weight_decay))
     factors = {name: each for one in wanted for name, each in one.option_factors().items()}
     optimizer = None
     if custom.is_dotted(profile.optimizer.name):
@@ -169,14 +192,11 @@ def initialize(
         experts.recognized(1 if profile.zero_stage == 3 else plan.layout.experts),
         sharding_within(plan.layout.shard_within) as across,
     ):
+        groups = parameter_groups(model, weight_decay, profile.optimizer.params, factors)
+        if plan.layout.stages > 1:
+            _require_same_groups(groups)
         engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            mpu=mpu,
-            model_parameters=parameter_groups(
-                model, weight_decay, profile.optimizer.params, factors
-            ),
-            config=profile.json,
+            model=model, optimizer=optimizer, mpu=mpu, model_parameters=groups, config=profile.json
         )
     spare_memory_traffic(engine, across, machine.num_nodes(os.environ) or 1)
     dtype = torch_dtype(profile)
@@ -188,6 +208,18 @@ def initialize(
     if profile.optimizer.kind == "lion":
         fix_lion_zero_updates(engine.optimizer.optimizer)
     return engine
+
+
+def _require_same_groups(groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse stages with other parameter groups than others, over which DeepSpeed sums norms one by
+    one. Every rank must call this.
+    """
+    options = [{key: each[key] for key in sorted(each.keys() - {"params"})} for each in groups]
+    require_same_on_all_ranks(
+        options,
+        "--deepspeed_config: pipeline.stages: a stage has other parameter groups, with and without "
+        "weight decay, than the first. Use fewer stages.",
+    )
 
 
 def torch_dtype(profile: Profile) -> torch.dtype:

@@ -6,6 +6,10 @@ size, unless ranks share sequences). This yields the gradient of the mean loss p
 of how the batch is divided into micro-batches and ranks. DeepSpeed's own division by the
 accumulation steps is disabled, and the accumulation boundary is set explicitly, so the batch size
 may change during a run.
+
+A pipeline stage gets hidden states from the previous one, and their gradient goes back there. A
+stage that is not the last minimizes the sum of its hidden states times the gradient that it gets
+for them: the gradient of that is the loss's, and DeepSpeed's engine runs as for a whole model.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +21,13 @@ from torch.profiler import record_function
 
 from zerolm.distributed import ulysses
 from zerolm.distributed.collectives import sum_over_ranks
+from zerolm.distributed.pipeline import one_forward_one_backward
+from zerolm.engine import stages
 from zerolm.engine.protocol import Engine
 from zerolm.features.feature import Feature, Forward, StepInputs
-from zerolm.model.forward import token_losses
+from zerolm.model.forward import hidden_states, token_losses
 from zerolm.model.loss import IGNORED, divided, sums_by_source
+from zerolm.model.stages import stage_of
 from zerolm.plan.plan import Plan
 from zerolm.run_dir.metrics import AUXILIARY
 from zerolm.watchdog.progress import record_progress
@@ -50,7 +57,7 @@ class MicroBatches:
         by_source: this rank's losses and targets for each of S sources, of shape (2, S); if token
             bytes are known, also text losses and bytes, of shape (4, S).
         penalties: {metric: this rank's weighted loss}, with the same keys on every rank.
-        micro_losses: mean loss of each micro-batch.
+        micro_losses: mean loss of each micro-batch; empty on stages without losses.
     """
 
     def __init__(
@@ -77,6 +84,55 @@ class MicroBatches:
         self.penalties: dict[str, torch.Tensor] = {}
         self.micro_losses: list[torch.Tensor] = []
         self._minimized: dict[int, torch.Tensor] = {}  # until their backward passes
+        self._stage = stage_of(engine.module)
+        self._received: dict[int, torch.Tensor] = {}
+
+    def order(self) -> None:
+        """Run the passes over all micro-batches."""
+        count = len(self.batches)
+        if self._stage is None:
+            in_sequence(count, self.forward, self.backward)
+            return
+        link = self._stage.link
+        assert link is not None
+        shape = self.batches[0]["input_ids"].shape
+        one_forward_one_backward(link, shape, count, self.stage_forward, self.stage_backward)
+        if self._sums_shared_gradient:
+            stages.sum_shared(self.engine, self._stage.shared)
+
+    @property
+    def _sums_shared_gradient(self) -> bool:
+        return self._stage is not None and self._stage.shared is not None
+
+    def stage_forward(self, number: int, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a stage forward; return the hidden states to send, which the last stage has not."""
+        assert self._stage is not None
+        if received is not None:
+            self._received[number] = received.requires_grad_()
+        if self._stage.is_last:
+            self.forward(number)
+            return None
+        record_progress("forward")
+        batch = self.batches[number]
+        with self.timing_forward(), ExitStack() as contexts:
+            for feature in self.features:
+                contexts.enter_context(feature.forward(batch))
+            contexts.enter_context(record_function("forward"))
+            sent = hidden_states(self.engine, batch, received)
+        self._minimized[number] = sent
+        return sent
+
+    def stage_backward(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a stage backward; return the gradient of what it received.
+
+        Args:
+            gradient: of what the stage sent.
+        """
+        if gradient is not None:
+            self._minimized[number] = (self._minimized[number] * gradient).sum()
+        self.backward(number)
+        received = self._received.pop(number, None)
+        return None if received is None else received.grad
 
     def forward(self, number: int) -> None:
         """Compute the loss to minimize for a micro-batch, and add the losses to log to the sums."""
@@ -87,7 +143,9 @@ class MicroBatches:
                 contexts.enter_context(feature.forward(batch))
             contexts.enter_context(record_function("forward"))
             outputs: list[Any] = []
-            losses_BT, auxiliary = token_losses(self.engine, batch, outputs.append)
+            losses_BT, auxiliary = token_losses(
+                self.engine, batch, outputs.append, self._received.get(number)
+            )
             forward = Forward(batch, outputs.pop(), losses_BT, self.tokens, self.targets)
             penalties = {
                 name: part
@@ -119,7 +177,10 @@ class MicroBatches:
     def backward(self, number: int) -> None:
         """Accumulate the gradient of a micro-batch; the last one reduces it over ranks."""
         record_progress("backward")
-        self.engine.set_gradient_accumulation_boundary(number == len(self.batches) - 1)
+        is_last = number == len(self.batches) - 1
+        # The gradient of a shared matrix is summed over its stages before the reduction.
+        reduces = is_last and not self._sums_shared_gradient
+        self.engine.set_gradient_accumulation_boundary(reduces)
         with ExitStack() as contexts:
             for feature in self.features:
                 contexts.enter_context(feature.backward(self.batches[number]))

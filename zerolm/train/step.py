@@ -17,7 +17,7 @@ from zerolm.engine.step_gate import StepGate
 from zerolm.features.feature import Feature, StepInputs, StepResult
 from zerolm.optim.spikes import SpikeGuard
 from zerolm.plan.plan import Plan
-from zerolm.train.micro_batches import MicroBatches, in_sequence
+from zerolm.train.micro_batches import MicroBatches
 from zerolm.watchdog.progress import record_progress
 
 SUMS_BY_SOURCE = ("losses", "tokens", "text_losses", "text_bytes")  # rows of `sums_by_source`
@@ -76,7 +76,7 @@ class Stepper:
         for feature in self.features:
             feature.begin(step)
         micro_batches = self.micro_batches(step)
-        in_sequence(len(step.batches), micro_batches.forward, micro_batches.backward)
+        micro_batches.order()
         return self.reduce(micro_batches, step.flags)
 
     def reduce(self, micro_batches: MicroBatches, flags: Sequence[float]) -> StepResult:

@@ -20,6 +20,7 @@ PHASES = {
     "data": True,
     "forward": False,
     "backward": False,
+    "transfer": False,  # between pipeline stages, which wait for each other
     "reduce": False,  # sums over ranks, which wait for the device and for other ranks
     "optimizer": False,
     "checkpoint": True,

@@ -142,7 +142,7 @@ ELSEWHERE = {
     "--lr-decay-style": "--schedule", "--lr-warmup-fraction": "--warmup_tokens",
     "--clip-grad": "gradient_clipping", "--data-path": "--data:", "--num-layers": "--model_config",
     "--tensor-model-parallel-size": "tensor_parallel in", "--tokenizer-type": "--tokenizer",
-    "--pipeline-model-parallel-size": "--deepspeed_config", "--recompute-granularity":
+    "--pipeline-model-parallel-size": "pipeline.stages in", "--recompute-granularity":
     "--gradient_checkpointing", "--exit-duration-in-mins": "--stop_after", "--swiglu": "config",
     "--no-masked-softmax-fusion": "", "--distributed-timeout-minutes": "",
 }  # fmt: skip

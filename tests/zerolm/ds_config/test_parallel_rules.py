@@ -83,7 +83,8 @@ BAD_DS = {
         "BF16_Optimizer",
     ),
     "an expert group": ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
-    "stages": ({"pipeline": {"stages": 2}}, "pipeline"),
+    "stages": ({"pipeline": {"stages": 3}}, "pipeline.stages: 3 must divide the world size 4"),
+    "stages and shards": ({"pipeline": {"stages": 2}, **TENSOR}, "Remove one of them"),
 }  # fmt: skip
 
 

@@ -161,7 +161,7 @@ BAD = {
         "checkpoint.load_universal",
         "Remove the key",
     ),
-    "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
+    "pipelines": ({"pipeline": {"enabled": True}}, "pipeline", "must be an object"),
     "a switch for a block": ({"hybrid_engine": True}, "hybrid_engine: true", "Remove the block"),
     "a world size": ({"data_parallel_size": 1}, "data_parallel_size: 1", "Remove the key"),
     "a timer that is text": ({"timers": {"throughput": "x"}}, 'timers.throughput: "x"', "object"),

@@ -42,6 +42,7 @@ from zerolm.report.diagnosis import findings
                 "throughput/mean_rank_seconds": 1,
             },
         ),
+        ("uneven_pipeline", {"stages/slowest": 1.2}, {"stages/slowest": 1.05}),
         ("uneven_experts", {"router/rank_imbalance": 1.8}, {"router/rank_imbalance": 1.3}),
         (
             "checkpoint_stalls",

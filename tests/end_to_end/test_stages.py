@@ -1,0 +1,235 @@
+"""Pipeline stages give the curve, metrics, weights and files of a whole model.
+
+The reference is plain PyTorch in one process, or ZeRO-1 without stages for what that does not have:
+separate documents, the average of the weights, validation.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.end_to_end import plain_pytorch, run_digest, runs_in_one_process
+from tests.end_to_end.recipe import STEP_TOKENS, WARMUP_TOKENS, recipe
+from tests.end_to_end.recipe import profile as profile_of
+from tests.end_to_end.test_expert_parallel import metrics
+from tests.launching import LLAMA, events, rows, run_ranks, write_json
+from zerolm.__main__ import main
+
+STEPS = 10
+DEEP = {**LLAMA, "num_hidden_layers": 4}
+TIED = {**DEEP, "tie_word_embeddings": True}
+UNEVEN = {**DEEP, "num_hidden_layers": 5}
+MODELS = {"untied": DEEP, "tied": TIED, "uneven": UNEVEN}
+LIMITS = {
+    False: {"train/loss": 1e-7, "train/grad_norm": 1e-5, "train/param_norm": 1e-6},
+    True: {"train/loss": 5e-3, "train/grad_norm": 5e-2, "train/param_norm": 1e-3},
+}
+
+
+def flags(base: Path, corpus: Path, run: str, model: dict, stage: int, stages: int, *more,
+          bf16: bool = False) -> list[object]:  # fmt: skip
+    """Return pretrain.py's flags for a run in `base / run`; 1 stage is the whole model."""
+    name = f"{model['num_hidden_layers']}-{model['tie_word_embeddings']}"
+    config = write_json(base / f"{name}.json", model)
+    file = profile_of(base / f"zero{stage}-{stages}-{bf16}.json", stage, bf16)
+    if stages > 1:
+        write_json(file, {**json.loads(file.read_text()), "pipeline": {"stages": stages}})
+    found = recipe(config, corpus, base / run, file, STEPS, 1)
+    return [
+        *found, "--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off", *more
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def reference(corpus):
+    known: dict[str, list[plain_pytorch.Step]] = {}
+
+    def curve(name: str, bf16: bool = False):
+        if (key := f"{name} {bf16}") not in known:
+            known[key] = plain_pytorch.train(MODELS[name], corpus, steps=STEPS, bf16=bf16)
+        return known[key]
+
+    return curve
+
+
+def differences(run_dir: Path, curve: list[plain_pytorch.Step]) -> dict[str, float]:
+    """Return the largest relative difference of each metric from plain PyTorch."""
+    expected = {
+        "train/loss": [step.loss for step in curve],
+        "train/grad_norm": [step.grad_norm for step in curve],
+        "train/param_norm": [step.param_norms[""] for step in curve],
+        "train/update_ratio": [step.update_ratios[""] for step in curve],
+    }
+    expected |= {
+        f"train/{what}/{block}": [getattr(step, of)[block] for step in curve]
+        for what, of in (("param_norm", "param_norms"), ("update_ratio", "update_ratios"))
+        for block in curve[0].param_norms
+        if block
+    }
+    found = {}
+    for key, values in expected.items():
+        ours = np.array([*rows(run_dir, key).values()])
+        assert len(ours) == STEPS, key
+        found[key] = float(np.abs(ours / np.array(values) - 1).max())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.soak),
+        pytest.param(4, 4, marks=pytest.mark.soak),
+    ],
+    ids=["2x1", "2x2", "4x1"],
+)
+def test_a_run_equals_plain_pytorch(tmp_path, corpus, reference, ranks, stages) -> None:
+    """Losses, norms of gradients, weights and updates; untied and tied, at ZeRO-1 and 2."""
+    cases = [
+        ("untied", 1, False), ("untied", 2, False), ("tied", 1, False), ("uneven", 1, False),
+        ("untied", 1, True), ("untied", 2, True), ("tied", 1, True),
+    ]  # fmt: skip
+    jobs = [
+        {
+            "flags": flags(
+                tmp_path, corpus, f"{name}-{stage}-{bf16}", MODELS[name], stage, stages, bf16=bf16
+            )
+        }
+        for name, stage, bf16 in cases
+    ]
+    printed = runs_in_one_process.launch(jobs, tmp_path, ranks)
+    assert f"{ranks // stages} data parallel x {stages} stages" in printed
+    for name, stage, bf16 in cases:
+        curve = reference(name, bf16)
+        found = differences(tmp_path / f"{name}-{stage}-{bf16}", curve)
+        print(f"{name} ZeRO-{stage} {'bf16' if bf16 else 'fp32'}:", found)
+        assert {key: each for key, each in found.items() if each > LIMITS[bf16].get(key, 1)} == {}
+
+
+def test_initial_weights_are_those_of_a_whole_model(tmp_path, corpus) -> None:
+    """The fingerprint is of all bits; a stage allocates and computes only what it has."""
+    prints = []
+    for stages in (1, 2):
+        arguments = flags(tmp_path, corpus, f"of-{stages}", TIED, 1, stages)
+        printed = runs_in_one_process.launch([{"flags": arguments, "until": 1}], tmp_path)
+        prints += set(re.findall(r"(\d+ parameters .*fingerprint [0-9a-f]+)", printed))
+    assert len(prints) == 2 and prints[0] == prints[1]
+
+
+FEATURES = (
+    "--ema_tokens", 4 * STEP_TOKENS, "--document_mask", "--z_loss", 0.01, "--eval_interval", 5,
+    "--eval_tokens", 512, "--loss_by_position",
+)  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "stage", "more"),
+    [
+        ("untied", 2, (*FEATURES, "--gradient_checkpointing", "full")),
+        ("tied", 1, (*FEATURES, "--gradient_checkpointing", "selective")),
+        ("untied", 1, ("--loss_chunk_tokens", 7, "--z_loss", 0.01)),
+    ],
+    ids=["untied", "tied", "chunks"],
+)
+def test_all_metrics_with_features_are_those_of_a_whole_model(
+    tmp_path, corpus, held_out, name, stage, more
+) -> None:
+    """All but times, sizes and the noise scale, which no rank can measure alone."""
+    more = (*more, "--val_data", held_out)
+    for stages in (1, 2):
+        arguments = flags(tmp_path, corpus, f"of-{stages}", MODELS[name], stage, stages, *more)
+        runs_in_one_process.launch([{"flags": arguments}], tmp_path, 4)
+    whole, divided = (metrics(tmp_path / f"of-{stages}") for stages in (1, 2))
+    divided = {key: each for key, each in divided.items() if not key[1].startswith("stages/")}
+    assert whole.keys() == divided.keys() and len(whole) > 12
+    wrong = {
+        key: (each, divided[key])
+        for key, each in whole.items()
+        if not np.allclose(each, divided[key], rtol=1e-6 if "loss" in key[1] else 1e-4)
+    }
+    assert not wrong, wrong
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, False), (1, True)])
+def test_a_refused_step_leaves_every_stage_as_it_was(tmp_path, corpus, stage, bf16) -> None:
+    """A step whose loss is not finite, one whose gradient is not, and one with a high loss."""
+    fault = "step.backward:{0}:10:nan,step.backward:{0}:14:inf,step.backward:{0}:20:x10"
+    found, skipped = {}, {}
+    for stages in (1, 2):  # the last rank computes losses
+        arguments = flags(
+            tmp_path, corpus, f"of-{stages}", DEEP, stage, stages, "--spike_window", 16,
+            "--cooldown_after", 0, "--total_tokens", 24 * STEP_TOKENS, bf16=bf16,
+        )  # fmt: skip
+        runs_in_one_process.launch(
+            [{"flags": arguments}], tmp_path, stages, FAULT=fault.format(stages - 1)
+        )
+        found[stages] = metrics(tmp_path / f"of-{stages}")
+        skipped[stages] = events(tmp_path / f"of-{stages}", "step_skipped")
+    assert [each["step"] for each in skipped[1]] == [10, 14, 20]
+    assert [each["step"] for each in skipped[2]] == [10, 14, 20]
+    limit = 5e-3 if bf16 else 1e-6
+    for key in found[1]:
+        if key[1] in ("train/loss", "train/param_norm"):
+            assert found[2][key] == pytest.approx(found[1][key], rel=limit, nan_ok=True), key
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "stage", "bf16"),
+    [("tied", 1, True), ("untied", 2, False), ("tied", 1, False)],
+    ids=["zero1-bf16-tied", "zero2", "zero1-tied"],
+)
+def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, name, stage, bf16) -> None:
+    found = {}
+    for run, fault in (("uninterrupted", {}), ("killed", {"FAULT": "step.begin:1:9:kill"})):
+        (tmp_path / run).mkdir()
+        arguments = flags(
+            tmp_path / run, corpus, "run", MODELS[name], stage, 2, "--checkpoint_interval", 3,
+            bf16=bf16,
+        )  # fmt: skip
+        done = run_ranks(4, *arguments, **fault)
+        if fault:
+            assert done.returncode != 0
+            done = run_ranks(4, *arguments)
+            assert "resume:" in done.stdout, done.stdout[-3000:]
+            assert "bit-identical to the saved one" in done.stdout
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[run] = run_digest.digest(tmp_path / run / "run")
+    assert run_digest.differences(found["killed"], found["uninterrupted"]) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_a_run_resumes_on_any_topology_and_its_exports_are_whole(
+    tmp_path, corpus, reference, name
+) -> None:
+    """2 x 2, then ZeRO-3 on four ranks, 4 x 1, one rank and 2 x 1; each export has equal logits."""
+    parts = [(4, 1, 2, 2), (4, 3, 1, 4), (4, 1, 4, 6), (1, 1, 1, 8), (2, 1, 2, STEPS)]
+    for number, (ranks, stage, stages, until) in enumerate(parts):
+        arguments = flags(tmp_path, corpus, "run", MODELS[name], stage, stages)
+        printed = runs_in_one_process.launch(
+            [{"flags": arguments, "until": until}], tmp_path, ranks
+        )
+        assert ("its states will be resharded" in printed) == (number > 0)
+        out = tmp_path / f"model-{number}"
+        assert main(["export", str(tmp_path / "run"), str(out), "--precision", "fp32"]) == 0
+    curve = reference(name)
+    found = differences(tmp_path / "run", curve)
+    print(found)
+    assert found["train/loss"] < 1e-6
+    weights = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).named_parameters()
+    squares = sum(float(each.detach().double().square().sum()) for _, each in weights)
+    assert math.sqrt(squares) == pytest.approx(curve[-1].param_norms[""], rel=1e-6)
+    merged = tmp_path / "merged"
+    assert main(["merge", str(tmp_path / "run"), str(merged), "--precision", "fp32"]) == 0
+    one, both = (load_file(path / "model.safetensors") for path in (out, merged))
+    assert one.keys() == both.keys() and all(one[key].shape == both[key].shape for key in one)
