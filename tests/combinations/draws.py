@@ -28,7 +28,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "profile": (
         "zero2", "zero3", "zero1", "zero3_all_sharded", "zero2_offload", "zero3_offload",
-        "zero1_experts", "zero2_experts", "zero3_experts",
+        "zero1_experts", "zero2_experts", "zero3_experts", "zero1_stages",
     ),
     "data": ("concat", "mixture", "masked", "packed", "packed_masked", "ramp"),
     "schedule": ("cosine", "wsd", "linear", "constant", "warmup_lr"),
@@ -68,6 +68,7 @@ def refused(draw: Draw) -> bool:
         draw["schedule"] == "warmup_lr" and (optimizer == "muon" or "completep" in on),
         draw["data"].endswith("masked") and model in RECURRENT,
         draw["profile"].endswith("experts") and not divides_experts(draw),
+        draw["profile"].endswith("stages") and not has_stages(draw),
     ]
     return any(expected)
 
@@ -76,6 +77,17 @@ def divides_experts(draw: Draw) -> bool:
     """Return whether the experts of a draw can be divided over two ranks."""
     excluded = draw["fp8"] == ON or draw["schedule"] == "warmup_lr" or draw["ranks"] == "1"
     return not excluded and draw["model"] in EXPERTS and draw["optimizer"] != "lion"
+
+
+def has_stages(draw: Draw) -> bool:
+    """Return whether the layers of a draw can be divided over two ranks."""
+    features = {"compile", "fp8", "qk_clip", "completep", "integrity", "memory_copies"}
+    on = features & {name for name, value in draw.items() if value == ON}
+    excluded = on or draw["schedule"] == "warmup_lr" or draw["ranks"] == "1"
+    excluded = excluded or draw["experts"] != "plain" or draw["model"] in ("mixtral", "qwen3_next")
+    # Faults are injected into the loss of the first rank, which has none.
+    excluded = excluded or draw["between"] in ("samples", *FAULTS)
+    return not excluded and draw["optimizer"] == "adamw"
 
 
 def pairs(draw: Draw) -> set[tuple[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.encode.pack import pack
-from tests.combinations.draws import EXPERTS, FACTORS, ON, Draw, divides_experts
+from tests.combinations.draws import EXPERTS, FACTORS, ON, Draw, divides_experts, has_stages
 from tests.end_to_end.recipe import MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS
 from tests.launching import LLAMA, VOCABULARY, run_module, write_json
 from zerolm.shards.reader import open_source
@@ -113,6 +113,8 @@ def other_topologies(draw: Draw, number: int) -> Iterator[Topology]:
         profiles = [each for each in profiles if each.endswith("offload")]
     if not divides_experts({**draw, "ranks": "2" if draw["ranks"] == "1" else "1"}):
         profiles = [each for each in profiles if not each.endswith("experts")]
+    if not has_stages({**draw, "ranks": "2" if draw["ranks"] == "1" else "1"}):
+        profiles = [each for each in profiles if not each.endswith("stages")]
     while True:
         compiled = draw["compile"] == ON and random_.random() < 0.5
         yield Topology(
@@ -150,6 +152,8 @@ def ds_config(draw: Draw, profile: str) -> dict[str, Any]:
         "gradient_clipping": 0.0 if muon else CLIPPING,
         "optimizer": {"type": kind, "params": {"muon_lr": 0.02} if muon else {}},
     }
+    if profile.endswith("stages"):
+        found["pipeline"] = {"stages": 2}
     if draw["schedule"] == "warmup_lr":
         rates = {"warmup_min_lr": 0.0, "warmup_max_lr": PEAK, "warmup_num_steps": WARMUP_STEPS}
         found["scheduler"] = {"type": "WarmupLR", "params": rates}

@@ -208,6 +208,25 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, name, stage,
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("rank", [1, 3])
+def test_the_stage_that_hangs_is_blamed_and_not_those_that_wait(tmp_path, corpus, rank) -> None:
+    """Stages take part in different numbers of transfers, which are no collectives."""
+    arguments = flags(tmp_path, corpus, "run", DEEP, 1, 4, "--hang_timeout", "8s")
+    done = run_ranks(4, *arguments, FAULT=f"step.backward:{rank}:5:hang")
+    assert done.returncode != 0
+    [hang] = events(tmp_path / "run", "hang")
+    assert [each["rank"] for each in hang["ranks"]] == [rank], hang
+    assert "faults.py" in hang["ranks"][0]["doing"], hang
+
+
+def test_the_watchdog_knows_the_function_in_which_a_stage_waits():
+    from zerolm.distributed import pipeline
+    from zerolm.watchdog import liveness
+
+    assert hasattr(pipeline, liveness.TRANSFER)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_a_run_resumes_on_any_topology_and_its_exports_are_whole(
     tmp_path, corpus, reference, name

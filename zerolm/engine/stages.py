@@ -21,16 +21,21 @@ class StageGroups:
     Stages are consecutive: rank r is replica r % replicas of stage r // replicas. Every rank must
     create one.
 
+    Args:
+        transfers: description of the process groups for sending and receiving.
+
     Attributes:
         stage: this rank's stage, of `stages`.
         replica: index of this rank's replica, of `replicas`.
         peers: this replica's ranks, by stage.
         copies: ranks with the same stage, by replica.
         pipe, data: process groups of `peers` and `copies`.
+        transfers: another process group of `peers`, for sending and receiving: stages take part in
+            different numbers of transfers, so these must not be counted with collectives.
         ends: process group of the first and last stage of the replica; None on other ranks.
     """
 
-    def __init__(self, stages: int):
+    def __init__(self, stages: int, transfers: str):
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
         self.stages, self.replicas = stages, world_size // stages
         self.stage, self.replica = divmod(rank, self.replicas)
@@ -43,6 +48,7 @@ class StageGroups:
             list(range(each * self.replicas, (each + 1) * self.replicas)) for each in range(stages)
         ]
         self.pipe = _own_group(of_replicas)
+        self.transfers = _own_group(of_replicas, transfers)
         self.data = _own_group(of_stages)
         self.ends = _own_group([[ranks[0], ranks[-1]] for ranks in of_replicas])
 
@@ -82,13 +88,13 @@ class StageGroups:
         return self.pipe
 
 
-def _own_group(groups: list[list[int]]) -> Any:
+def _own_group(groups: list[list[int]], description: str | None = None) -> Any:
     """Create all process groups; return the one with this rank, or None. Every rank must call
     this.
     """
     own, rank = None, distributed.get_rank()
     for ranks in groups:
-        group = distributed.new_group(ranks)
+        group = distributed.new_group(ranks, group_desc=description)
         own = group if rank in ranks else own
     return own
 

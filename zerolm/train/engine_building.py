@@ -36,6 +36,7 @@ from zerolm.optim.parameter_groups import describe_groups, parameter_groups
 from zerolm.plan.plan import Plan
 from zerolm.pretrained import check as pretrained
 from zerolm.pretrained import masters
+from zerolm.watchdog import flight_recorder
 from zerolm.watchdog.progress import record_progress
 
 
@@ -60,7 +61,9 @@ def build_engine(
     existing = pretrained.verified(plan.initial)
     if plan.layout.experts > 1:
         experts.create_groups(plan.layout.experts)
-    groups = StageGroups(plan.layout.stages) if plan.layout.stages > 1 else None
+    groups = None
+    if plan.layout.stages > 1:
+        groups = StageGroups(plan.layout.stages, flight_recorder.TRANSFERS)
     model = build_checked_model(plan, existing, wanted, device, print_rank0, groups)
 
     for feature in wanted:
@@ -86,8 +89,8 @@ def _link(engine: Engine, plan: Plan, groups: StageGroups) -> None:
     stage, width = stage_of(engine.module), plan.model.hidden_size
     assert stage is not None and width is not None
     stage.link = Link(
-        groups.peers, groups.stage, groups.pipe, width, torch_dtype(plan.ds), engine.device,
-        lambda: record_progress("transfer"),
+        groups.peers, groups.stage, groups.pipe, groups.transfers, width, torch_dtype(plan.ds),
+        engine.device, lambda: record_progress("transfer"),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from zerolm.watchdog.progress import Group
 MAX_CALLS = 512  # maximum number of calls in a heartbeat
 Call = tuple[str, int, str]  # (process group, sequence number, kind and size)
 # Collectives whose sizes may differ between ranks.
+TRANSFERS = "pipeline transfers"  # description of groups in which ranks only send and receive
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "send", "recv")
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -50,7 +51,8 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
     calls: list[Call] = []
     names: dict[str, str] = {}
     for process_group, ranks in _members().items():
-        if len(ranks) > 1:
+        # Neighbours in a pipeline take part in different numbers of transfers.
+        if len(ranks) > 1 and process_group.group_desc != TRANSFERS:
             name = f"{process_group.group_name}/{ranks[0]}"
             with contextlib.suppress(RuntimeError):  # not every backend counts
                 entered = process_group._get_sequence_number_for_group()

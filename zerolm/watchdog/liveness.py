@@ -19,6 +19,7 @@ from zerolm.watchdog.progress import CURRENT, PHASES
 START_FACTOR = 3.0  # factor for the time limit until the first step is done
 SLOW_FACTOR = 5.0  # a phase may take this many times its longest duration so far
 STALL_SHARE = 1 / 3  # share of the time limit after which heartbeats contain more details
+TRANSFER = "wait_for_neighbours"  # in zerolm.distributed.pipeline
 LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"), "torch/")
 PROGRESS_BYTES = 1 << 16  # less data read or written between updates is not progress
 
@@ -94,10 +95,12 @@ def _bytes_in(path: str) -> int:
 
 
 def in_collective() -> bool:
-    """Return whether the main thread's Python frames show that it is inside a collective."""
+    """Return whether the main thread's Python frames show that it is inside a collective, or waits
+    for a neighbour in a pipeline.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if "torch/distributed/" in frame.f_code.co_filename:
+        if "torch/distributed/" in frame.f_code.co_filename or frame.f_code.co_name == TRANSFER:
             return True
         frame = frame.f_back
     return False
@@ -137,5 +140,8 @@ def raised_in_collective(error: BaseException) -> bool:
     """Return whether an error was raised by a collective, so another rank is the likely cause."""
     frames = traceback.extract_tb(error.__traceback__)
     # Check only the innermost frame: a signal handler may raise another error while a rank waits.
-    raised_there = bool(frames) and "torch/distributed/" in frames[-1].filename
+    last = frames[-1] if frames else None
+    raised_there = last is not None and (
+        "torch/distributed/" in last.filename or last.name == TRANSFER
+    )
     return raised_there or any(name in str(error) for name in ("gloo", "NCCL", "c10d"))
