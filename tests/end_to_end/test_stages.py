@@ -208,6 +208,23 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, name, stage,
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_run_starts_from_existing_weights(tmp_path, corpus, bf16) -> None:
+    """In bf16 the masters are the source's float32 values, not rounded ones."""
+    source = tmp_path / "source"
+    plain_pytorch.initial_model(TIED, 3).save_pretrained(source)
+    more = ("--init_from", source)
+    for stages in (1, 2):
+        arguments = flags(tmp_path, corpus, f"of-{stages}", TIED, 1, stages, *more, bf16=bf16)
+        printed = runs_in_one_process.launch([{"flags": arguments}], tmp_path, 4)
+        assert "all as in the source, finite" in printed
+    whole, divided = (metrics(tmp_path / f"of-{stages}") for stages in (1, 2))
+    for key, each in whole.items():
+        if key[1] in ("train/loss", "train/param_norm"):
+            assert divided[key] == pytest.approx(each, rel=5e-3 if bf16 else 1e-6), key
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_stage_that_hangs_is_blamed_and_not_those_that_wait(tmp_path, corpus, rank) -> None:
     """Stages take part in different numbers of transfers, which are no collectives."""

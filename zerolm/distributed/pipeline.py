@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
 class Link:
     """Sends hidden states to the next stage of a replica, and their gradients to the previous one.
 
-    Neighbours must start matching exchanges in the same order.
+    Neighbours must start matching exchanges in the same order. Every rank must create one.
 
     Args:
         peers: this replica's ranks, by stage.
@@ -64,6 +64,8 @@ class Link:
         self._previous = peers[stage - 1] if stage else None
         self._next = peers[stage + 1] if stage < len(peers) - 1 else None
         self._last, self._tick = peers[-1], tick
+        # NCCL needs all ranks of a group in its first call, but a transfer is between neighbours.
+        distributed.all_reduce(torch.zeros(1, device=device), group=transfers)
         self.waits: list[Any] = []
         self.reset()
 
