@@ -87,8 +87,8 @@ def build_model(
     if stage_groups is not None:
         with stages.parameters_on_meta():
             model = construct(config, dtype, attn_implementation)
-        tuples = stages.blocks_return_tuples(config)
-        stages.cut(model, stage_groups.stage, stage_layers, tuples)
+        returned = stages.values_returned(config)
+        stages.cut(model, stage_groups.stage, stage_layers, returned)
         _cast_parameters(model, dtype)
         stages.allocate(model, device)
     else:

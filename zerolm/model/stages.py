@@ -22,6 +22,7 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.engine import replaced
 from zerolm.engine.stages import STAGE, mark_copy
 from zerolm.model.architecture import ConfigKey, meta_model
+from zerolm.model.document_mask import isolating_masks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -92,13 +93,13 @@ def blocks_path(model: Any) -> str:
     raise ValueError(f"{type(model).__name__} has no list of {depth} blocks")
 
 
-def cut(model: Any, index: int, layers: Sequence[int], returns_tuples: bool) -> Stage:
+def cut(model: Any, index: int, layers: Sequence[int], returned: int) -> Stage:
     """Drop from a model what other stages have; return the stage.
 
     Args:
         model: its parameters may be on the meta device.
         layers: number of blocks of each stage.
-        returns_tuples: whether a block returns a tuple with the hidden states.
+        returned: the result of `values_returned`.
     """
     first = sum(layers[:index])
     own = range(first, first + layers[index])
@@ -121,7 +122,7 @@ def cut(model: Any, index: int, layers: Sequence[int], returns_tuples: bool) -> 
             setattr(holder, name, _Elsewhere(child))
     for number, block in enumerate(list(blocks)):
         if number not in own:
-            blocks[number] = _OtherBlock(block, number, stage, returns_tuples)
+            blocks[number] = _OtherBlock(block, number, stage, returned)
     if shares and (stage.is_first or stage.is_last):
         stage.shared = embeddings.weight
         if not stage.is_first:
@@ -182,13 +183,13 @@ class _Elsewhere(nn.Module):
 class _OtherBlock(nn.Module):
     """A block of another stage, with the attributes that a model's loop may read of it."""
 
-    def __init__(self, like: nn.Module, number: int, stage: Stage, returns_tuples: bool):
+    def __init__(self, like: nn.Module, number: int, stage: Stage, returned: int):
         super().__init__()
         for key, value in vars(like).items():
             plain = isinstance(value, (str, int, bool, float)) and not key.startswith("_")
             if plain and key != "training":
                 setattr(self, key, value)
-        self._number, self._returns_tuples = number, returns_tuples
+        self._number, self._returned = number, returned
         self._stage = stage
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -198,30 +199,35 @@ class _OtherBlock(nn.Module):
             hidden_states, stage.received = stage.received, None
         if self._number == stage.layers.stop:
             stage.kept = hidden_states
-        return (hidden_states,) if self._returns_tuples else hidden_states
+        if not self._returned:
+            return hidden_states
+        return (hidden_states, *[None] * (self._returned - 1))
 
 
-def blocks_return_tuples(config: "PretrainedConfig") -> bool:
-    """Return whether a model's blocks return their hidden states in a tuple.
+def values_returned(config: "PretrainedConfig") -> int:
+    """Return the length of the tuple that a model's block returns, with the hidden states first; 0
+    if it returns only these.
 
-    Found by a forward pass without memory; False if that fails, in which case a stage fails or
-    differs in the proof.
+    Found by a forward pass without memory; 0 if that fails, in which case a stage fails or differs
+    in the proof.
     """
-    return _blocks_return_tuples(ConfigKey.of(config))
+    return _values_returned(ConfigKey.of(config))
 
 
 @lru_cache(maxsize=16)
-def _blocks_return_tuples(key: ConfigKey) -> bool:
+def _values_returned(key: ConfigKey) -> int:
     model = meta_model(key.config)
     found: list[Any] = []
     block = model.get_submodule(blocks_path(model))[0]
     block.register_forward_hook(lambda _, __, output: found.append(output))
     try:
         with torch.no_grad(), torch.device("meta"):
-            model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+            ids = torch.zeros(1, 8, dtype=torch.long)
+            with isolating_masks({"input_ids": ids}, model):
+                model(input_ids=ids, use_cache=False)
     except Exception:  # any class: a model's own code may read values
         pass
-    return bool(found) and isinstance(found[0], tuple)
+    return len(found[0]) if found and isinstance(found[0], tuple) else 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -282,7 +288,7 @@ def stage_shapes(
     found = []
     for index in range(len(layers)):
         model = meta_model(config)
-        cut(model, index, layers, False)
+        cut(model, index, layers, 0)
         found.append({name: tuple(each.shape) for name, each in model.named_parameters()})
     missing = set(shapes) - set().union(*found)
     assert not missing, missing

@@ -66,7 +66,7 @@ def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
     """
     import torch
 
-    from zerolm.model.stages import blocks_return_tuples, cut, divide
+    from zerolm.model.stages import cut, divide, values_returned
     from zerolm.preflight.observed_model import build_with_large_weights
 
     depth = config.get_text_config().num_hidden_layers
@@ -76,11 +76,11 @@ def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
     whole = build_with_large_weights(config, kernels(config)[0]).eval()
     batch = _batch(whole, tokens)
     layers = divide([1.0] * depth, min(STAGES, depth))
-    tuples = blocks_return_tuples(config)
+    returned = values_returned(config)
     stages = []
     for index in range(len(layers)):
         stages.append(copy.deepcopy(whole))
-        cut(stages[-1], index, layers, tuples)
+        cut(stages[-1], index, layers, returned)
     with torch.enable_grad():
         expected = _whole(whole, batch)
         found, owners = _in_stages(stages, batch)
