@@ -268,15 +268,6 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
         stage.shared = made[id(stage.shared)]
 
 
-# -------------------------------------------------------------------------------------------------
-# Division of the blocks
-
-
-def block_prefix(config: "PretrainedConfig") -> str:
-    """Return the name of the list of blocks, which begins the names of their parameters."""
-    return blocks_path(meta_model(ConfigKey.of(config).config))
-
-
 def stage_shapes(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], layers: Sequence[int]
 ) -> list[dict[str, tuple[int, ...]]]:
@@ -293,44 +284,3 @@ def stage_shapes(
     missing = set(shapes) - set().union(*found)
     assert not missing, missing
     return found
-
-
-def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
-    """Divide blocks into stages; return the number of blocks of each stage.
-
-    The costliest stage costs as little as possible, and then the others are as equal as possible.
-
-    Args:
-        costs: of each block.
-        stages: at most the number of blocks.
-        last: cost of what the last stage computes besides.
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def of(start: int, stop: int, stage: int) -> float:
-        return sums[stop] - sums[start] + (last if stage == stages - 1 else 0.0)
-
-    count = len(costs)
-    infinite = float("inf")
-    lowest = [[infinite] * (count + 1) for _ in range(stages + 1)]
-    lowest[0][0] = 0.0
-    for stage in range(stages):
-        for stop in range(stage + 1, count + 1):
-            lowest[stage + 1][stop] = min(
-                max(lowest[stage][start], of(start, stop, stage)) for start in range(stage, stop)
-            )
-    limit = lowest[stages][count] * (1 + 1e-9)
-    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]
-    for stage in range(stages):
-        reached: dict[int, tuple[float, list[int]]] = {}
-        for start, (squares, division) in best[stage].items():
-            for stop in range(start + 1, count + 1):
-                cost = of(start, stop, stage)
-                if cost <= limit:
-                    found = (squares + cost * cost, [*division, stop - start])
-                    if stop not in reached or found[0] < reached[stop][0]:
-                        reached[stop] = found
-        best.append(reached)
-    return best[stages][count][1]

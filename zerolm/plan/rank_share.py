@@ -21,6 +21,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 IN_A_BLOCK = re.compile(r"(.*?)\.(\d+)\.")  # in an outermost list of modules
 
 
+def blocks_of(shapes: Shapes) -> tuple[str, int]:
+    """Return the name of a model's list of blocks, and their number."""
+    places = [place for name in shapes if (place := IN_A_BLOCK.match(name))]
+    lists = [place[1] for place in places]
+    blocks = max(set(lists), key=lists.count)
+    return blocks, 1 + max(int(place[2]) for place in places if place[1] == blocks)
+
+
 def shapes_of_stages(shapes: Shapes, layers: Sequence[int]) -> list[dict[str, tuple[int, ...]]]:
     """Return the parameter shapes of each pipeline stage.
 
@@ -31,8 +39,7 @@ def shapes_of_stages(shapes: Shapes, layers: Sequence[int]) -> list[dict[str, tu
         layers: number of blocks of each stage.
     """
     places = {name: IN_A_BLOCK.match(name) for name in shapes}
-    lists = [place[1] for place in places.values() if place]
-    blocks = max(set(lists), key=lists.count)
+    blocks, _ = blocks_of(shapes)
     of_block = [stage for stage, count in enumerate(layers) for _ in range(count)]
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in layers]
     before: dict[str, tuple[int, ...]] = {}
@@ -54,10 +61,7 @@ def shapes_of_stages(shapes: Shapes, layers: Sequence[int]) -> list[dict[str, tu
 
 def even_layers(shapes: Shapes, stages: int) -> list[int]:
     """Return the number of blocks of each stage if all blocks cost the same."""
-    places = [place for name in shapes if (place := IN_A_BLOCK.match(name))]
-    lists = [place[1] for place in places]
-    blocks = max(set(lists), key=lists.count)
-    count = 1 + max(int(place[2]) for place in places if place[1] == blocks)
+    _, count = blocks_of(shapes)
     return [count // stages + (stage < count % stages) for stage in range(stages)]
 
 

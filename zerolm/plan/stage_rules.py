@@ -6,13 +6,14 @@ the reasons.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from zerolm.common.remembered import recall
 from zerolm.config.settings import Settings, flags_of
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.topology import LAYERS_KEY, STAGES_KEY
-from zerolm.model.architecture import router_loss_coefficient
+from zerolm.model.architecture import ConfigKey, meta_model, router_loss_coefficient
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,17 +61,14 @@ def batch_problems(settings: Settings, profile: Profile, layout: Layout) -> Iter
 
 
 def _model_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[str]:
-    from zerolm.model.architecture import ConfigKey, meta_model
-    from zerolm.model.stages import blocks_path
-
-    try:
-        path = blocks_path(meta_model(ConfigKey.of(config).config))
-    except ValueError as error:
-        yield f"{error}. Use ZeRO-3 instead of the block"
+    inputs = ConfigKey.of(config).inputs()
+    facts: dict[str, Any] = recall("stages", inputs, lambda: _facts(config))
+    if facts["why"]:
+        yield f"{facts['why']}. Use ZeRO-3 instead of the block"
         return
     blocks = config.get_text_config().num_hidden_layers
     if profile.stages > blocks:
-        yield f"the model has {blocks} blocks ({path}). Use at most as many stages"
+        yield f"the model has {blocks} blocks ({facts['path']}). Use at most as many stages"
     elif profile.stage_layers and sum(profile.stage_layers) != blocks:
         yield (
             f"{LAYERS_KEY}: {list(profile.stage_layers)} has {sum(profile.stage_layers)} blocks, "
@@ -81,10 +79,25 @@ def _model_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[str
             "output_router_logits is true, but a router loss needs the routers of all stages. Set "
             "it to false, or use ZeRO-3 instead of the block"
         )
-    for key, value in config.get_text_config().to_dict().items():
+    for key, value in facts["dropout"].items():
+        yield f"{key} is {value}: stages draw other numbers than a whole model. Set it to 0"
+
+
+def _facts(config: "PretrainedConfig") -> dict[str, Any]:
+    """Return the name of the list of blocks, why there is none, and keys with dropout."""
+    from zerolm.model.stages import blocks_path
+
+    found: dict[str, Any] = {"path": "", "why": "", "dropout": {}}
+    model = meta_model(ConfigKey.of(config).config)
+    try:
+        found["path"] = blocks_path(model)
+    except ValueError as error:
+        found["why"] = str(error)
+    for key, value in model.config.get_text_config().to_dict().items():
         heads = key.startswith(("classifier", "summary"))  # causal LMs do not have these
         if "drop" in key and not heads and isinstance(value, (int, float)) and value > 0:
-            yield f"{key} is {value}: stages draw other numbers than a whole model. Set it to 0"
+            found["dropout"][key] = value
+    return found
 
 
 def _profile_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from zerolm.ds_config.profile import Profile
 from zerolm.model.architecture import is_routed_expert, routed_fraction
 from zerolm.model.flops import attention_multiply_adds, head_flops_per_token
 from zerolm.model.model import Model
+from zerolm.plan.rank_share import blocks_of
 
 
 def with_layers(profile: Profile, model: Model, seq_len: int, stages: int) -> Profile:
@@ -16,8 +17,6 @@ def with_layers(profile: Profile, model: Model, seq_len: int, stages: int) -> Pr
     """
     if profile.stage_layers:
         return profile
-    from zerolm.model.stages import divide
-
     costs, last = block_costs(model, seq_len)
     written = copy.deepcopy(dict(profile.json))
     written["pipeline"] = {"stages": stages, "layers": divide(costs, stages, last)}
@@ -29,9 +28,7 @@ def block_costs(model: Model, seq_len: int) -> tuple[list[float], float]:
 
     Counts the experts of a token, and the keys in a window.
     """
-    from zerolm.model.stages import block_prefix
-
-    prefix = f"{block_prefix(model.config)}."
+    prefix = f"{blocks_of(model.shapes)[0]}."
     text = model.config.get_text_config()
     costs = [0.0] * text.num_hidden_layers
     for number, cost in enumerate(attention_multiply_adds(text, seq_len)[: len(costs)]):
@@ -52,3 +49,44 @@ def shares(costs: Sequence[float], last: float, layers: Sequence[int]) -> list[f
         start += count
     mean = sum(found) / len(found)
     return [cost / mean for cost in found]
+
+
+def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
+    """Divide blocks into stages; return the number of blocks of each stage.
+
+    The costliest stage costs as little as possible, and then the others are as equal as possible.
+
+    Args:
+        costs: of each block.
+        stages: at most the number of blocks.
+        last: cost of what the last stage computes besides.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def of(start: int, stop: int, stage: int) -> float:
+        return sums[stop] - sums[start] + (last if stage == stages - 1 else 0.0)
+
+    count = len(costs)
+    infinite = float("inf")
+    lowest = [[infinite] * (count + 1) for _ in range(stages + 1)]
+    lowest[0][0] = 0.0
+    for stage in range(stages):
+        for stop in range(stage + 1, count + 1):
+            lowest[stage + 1][stop] = min(
+                max(lowest[stage][start], of(start, stop, stage)) for start in range(stage, stop)
+            )
+    limit = lowest[stages][count] * (1 + 1e-9)
+    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]
+    for stage in range(stages):
+        reached: dict[int, tuple[float, list[int]]] = {}
+        for start, (squares, division) in best[stage].items():
+            for stop in range(start + 1, count + 1):
+                cost = of(start, stop, stage)
+                if cost <= limit:
+                    found = (squares + cost * cost, [*division, stop - start])
+                    if stop not in reached or found[0] < reached[stop][0]:
+                        reached[stop] = found
+        best.append(reached)
+    return best[stages][count][1]

@@ -66,7 +66,8 @@ def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
     """
     import torch
 
-    from zerolm.model.stages import cut, divide, values_returned
+    from zerolm.model.stages import cut, values_returned
+    from zerolm.plan.stage_share import divide
     from zerolm.preflight.observed_model import build_with_large_weights
 
     depth = config.get_text_config().num_hidden_layers

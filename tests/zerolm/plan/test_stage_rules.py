@@ -11,10 +11,11 @@ from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
 from zerolm.model.architecture import parameter_shapes
 from zerolm.model.model import Model
-from zerolm.model.stages import divide, stage_shapes
+from zerolm.model.stages import stage_shapes
 from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory, stage_rules, stage_share
 from zerolm.plan.rank_share import even_layers, shapes_of_stages
+from zerolm.plan.stage_share import divide
 
 DEEP = {**LLAMA, "num_hidden_layers": 6}
 
