@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-STAGES = 3  # so that one of them is neither first nor last
+STAGES = 3  # at most, so that one of them is neither first nor last
 USE = "Use ZeRO-3 instead of the block"
 
 
@@ -39,7 +39,7 @@ def problems(model: Model, settings: Settings, profile: Profile, found: Any) -> 
             small, tokens = computable_copy(
                 ConfigKey.of(model.config), trial_tokens(settings.seq_len)
             )
-            wrong = differences(small, tokens)
+            wrong = differences(small, tokens, min(STAGES, profile.stages))
         except Exception as error:  # any class: a model's own code may not run cut
             text = f"a small copy cut into stages cannot be computed ({reason(error)})"
         else:
@@ -57,12 +57,13 @@ def _began_in_stages(settings: Settings) -> bool:
     return Profile.parse(block(record, "ds_config")).stages > 1
 
 
-def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
+def differences(config: "PretrainedConfig", tokens: int, stages: int = STAGES) -> dict[str, float]:
     """Return {parameter, or "loss": difference} of a cut from a whole model, where a bit differs,
     relative to the largest value; infinity for a parameter that no stage or several have.
 
     Args:
         tokens: in a row.
+        stages: number of stages; a copy with fewer layers gets more.
     """
     import torch
 
@@ -71,20 +72,20 @@ def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
     from zerolm.preflight.observed_model import build_with_large_weights
 
     depth = config.get_text_config().num_hidden_layers
-    if depth < STAGES:
-        config = with_depth(config, STAGES)
+    if depth < stages:
+        config = with_depth(config, stages)
         depth = config.get_text_config().num_hidden_layers
     whole = build_with_large_weights(config, kernels(config)[0]).eval()
     batch = _batch(whole, tokens)
-    layers = divide([1.0] * depth, min(STAGES, depth))
+    layers = divide([1.0] * depth, stages)
     returned = values_returned(config)
-    stages = []
+    models = []
     for index in range(len(layers)):
-        stages.append(copy.deepcopy(whole))
-        cut(stages[-1], index, layers, returned)
+        models.append(copy.deepcopy(whole))
+        cut(models[-1], index, layers, returned)
     with torch.enable_grad():
         expected = _whole(whole, batch)
-        found, owners = _in_stages(stages, batch)
+        found, owners = _in_stages(models, batch)
     wrong = {}
     for name, values in expected.items():
         largest = float(values.abs().max().clamp_min(1e-30))
@@ -94,7 +95,7 @@ def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
         elif not torch.equal(got, values):
             wrong[name] = float((got - values).abs().max()) / largest
     shared = {name for name, count in owners.items() if count > 1}
-    tied = bool(stages[0].zerolm_stage.shared is not None)
+    tied = bool(models[0].zerolm_stage.shared is not None)
     if len(shared) > tied or set(owners) - set(expected):
         wrong |= dict.fromkeys(shared | (set(owners) - set(expected)), float("inf"))
     return wrong
