@@ -208,6 +208,36 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, name, stage,
 
 
 @pytest.mark.soak
+def test_a_rollback_and_a_branch_are_those_of_a_whole_model(tmp_path, corpus) -> None:
+    found, rolled_back = {}, {}
+    for stages in (1, 2):  # the last rank computes losses
+        spike = ",".join(f"step.backward:{stages - 1}:{step}:x10" for step in (30, 31, 32))
+        arguments = flags(
+            tmp_path, corpus, f"trunk-{stages}", DEEP, 1, stages, "--spike_window", 16,
+            "--rollback_after", 3, "--rollback_margin", 2, "--cooldown_after", 2,
+            "--checkpoint_interval", 10, "--checkpoint_keep", 9, "--schedule", "wsd",
+            "--decay_tokens", 4 * STEP_TOKENS, "--total_tokens", 40 * STEP_TOKENS,
+        )  # fmt: skip
+        done = run_ranks(stages, *arguments, FAULT=spike, FAULT_ONCE=str(tmp_path))
+        assert done.returncode == 0, done.stdout[-4000:]
+        trunk, branch = tmp_path / f"trunk-{stages}", tmp_path / f"branch-{stages}"
+        rolled_back[stages] = [
+            (each["to_step"], each["skipped_window"]) for each in events(trunk, "rollback")
+        ]
+        done = run_ranks(
+            stages, "--branch", f"{trunk}@10", "--total_tokens", 16 * STEP_TOKENS, "--run_dir",
+            branch,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[stages] = {**rows(trunk, "train/loss")}, {**rows(branch, "train/loss")}
+    assert rolled_back[1] == rolled_back[2] and len(rolled_back[1]) == 1
+    for whole, divided in zip(found[1], found[2], strict=True):
+        assert whole.keys() == divided.keys()
+        assert [*divided.values()] == pytest.approx([*whole.values()], rel=1e-6)
+    assert found[1][1][16] != found[1][0][16]
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_run_starts_from_existing_weights(tmp_path, corpus, bf16) -> None:
     """In bf16 the masters are the source's float32 values, not rounded ones."""
