@@ -18,7 +18,6 @@ from zerolm.common.machine import compile_problem
 from zerolm.common.remembered import recall
 from zerolm.engine import replaced
 from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
-from zerolm.model.experts import UNCOMPILED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 # Maximum number of graphs per function before torch falls back to eager: a model may have several
 # types of blocks, each with several sequence lengths.
 MAX_GRAPHS = 64
+# Why the exchange of divided experts is left out of all graphs, as torch reports it.
+UNCOMPILED = "zerolm: numbers of rows are known only while it runs"
 _eager = False  # inside `eager`
 
 

@@ -24,10 +24,9 @@ from torch import nn
 from zerolm.common.values import shown_bytes
 from zerolm.engine import experts
 from zerolm.engine.parameters import full_shape, replace
+from zerolm.model.compile import UNCOMPILED
 
 IMPLEMENTATION = "zerolm_expert_parallel"  # in transformers' table of experts functions
-# Why `--compile` leaves the exchange out of its graphs, as torch reports it.
-UNCOMPILED = "zerolm: numbers of rows are known only while it runs"
 # Sends rows, given their numbers for each rank of the group and those arriving from each; without
 # numbers, as many to each as from each. Returns the rows that arrive, by source.
 Exchange = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
