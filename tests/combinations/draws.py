@@ -134,18 +134,25 @@ def possible_pairs() -> set[tuple[str, str]]:
 
 
 def _draws_with(pair: tuple[str, str], random_: random.Random) -> list[dict[str, str]]:
-    """Return draws at random that have a pair, none of them excluded."""
+    """Return draws at random that have a pair, none of them excluded.
+
+    Half of the values are the first of their factor, which excludes least.
+    """
     values = dict(each.split("=") for each in pair)
     free = [name for name in FACTORS if name not in values]
     found = []
     for _ in range(TRIES):
-        draw = {name: random_.choice(each) for name, each in FACTORS.items()} | values
+        draw = {name: _value(name, random_) for name in FACTORS} | values
         for name in random_.choices(free, k=CHANGES):
             if not refused(draw):
                 found.append(draw)
                 break
-            draw[name] = random_.choice(FACTORS[name])
+            draw[name] = _value(name, random_)
     return found
+
+
+def _value(name: str, random_: random.Random) -> str:
+    return FACTORS[name][0] if random_.random() < 0.5 else random_.choice(FACTORS[name])
 
 
 class _Partly(dict):
