@@ -7,6 +7,7 @@ from tests import ROOT, tracked
 OTHER_MODELS = {  # they call a toy, a copy or an exported model
     "zerolm/attention/varlen.py",
     "zerolm/export/export.py",
+    "zerolm/model/stages.py",
     "zerolm/plan/duration.py",
     "zerolm/preflight/expert_proof.py",
     "zerolm/preflight/model_proof.py",

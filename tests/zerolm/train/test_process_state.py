@@ -36,6 +36,7 @@ SHARED = {
     "zerolm.model.config_keys.names_read",
     "zerolm.model.config_words._words",
     "zerolm.model.loss_chunks._unsupported_reason",
+    "zerolm.model.stages._values_returned",
     "zerolm.optim.optimizer_classes.optimizer_class",
     "zerolm.parts.metrics.metric_of",
     "zerolm.preflight.key_effects._idle",
