@@ -121,7 +121,7 @@ def test_a_run_completes_without_wandb_and_can_be_sent_later(
     repair = f"zerolm wandb-sync {run_dir}"
     assert repair in line
 
-    command = [sys.executable, *repair.split()[1:], "--mode", "offline"]
+    command = [sys.executable, "-m", *repair.split(), "--mode", "offline"]
     sent = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
     )
