@@ -41,9 +41,12 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
-    """Let `recall` remember inside this context."""
+    """Let `recall` remember inside this context, or inside one that is open already."""
     global _directory, _has_written
-    before, found = _directory, cache_directory()
+    if _directory is not None:
+        yield
+        return
+    found = cache_directory()
     if found is not None:
         with contextlib.suppress(OSError):
             make_private(found)
@@ -58,7 +61,7 @@ def opened() -> Iterator[None]:
     finally:
         _has_written = False
         _at_close.clear()
-        _directory = before
+        _directory = None
 
 
 def is_open() -> bool:

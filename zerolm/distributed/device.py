@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.remembered import recall
 from zerolm.engine.deepspeed_launcher import accelerator_kind
 
 CPU = "cpu"  # kind of a rank's device if it has no accelerator; also a value of --hardware
@@ -194,11 +195,19 @@ def bf16_ratio(device: str) -> float:
     uses a single thread: with two threads, which must wait for each other if other programs are
     running, 10 of 20 measured ratios were below 1 on a CPU that emulates bf16.
     """
+    if device != CPU:
+        return _timed_bf16_ratio(device)
+    limits = {name: os.environ.get(name) for name in sorted(ISA_LIMITS)}
+    inputs = [cpu_name(), _multiplies_bf16(), limits]
+    return recall("bf16-ratio", inputs, lambda: _timed_bf16_ratio(device))
+
+
+def _timed_bf16_ratio(device: str) -> float:
     import torch
 
-    if device == "cpu" and torch.backends.mkldnn.is_available() and _multiplies_bf16():
+    if device == CPU and torch.backends.mkldnn.is_available() and _multiplies_bf16():
         return 1.0
-    width = 128 if device == "cpu" else 2048
+    width = 128 if device == CPU else 2048
     operands = {
         dtype: torch.ones(width, width, device=device, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerolm.common.errors import reason
+from zerolm.common.remembered import recall
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.gathering import persistence_threshold, prefetch_bucket
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
 from zerolm.ds_config.optimizers import ADAM, cycles_betas, takes_betas, uses_torch_adam
 from zerolm.ds_config.profile import AUTO, Profile, block, is_number
+from zerolm.engine.deepspeed_launcher import accelerator_kind
 
 ADAM_EPSILON = 1e-8
 DEFAULT_CLIPPING = 1.0
@@ -85,6 +87,11 @@ def deepspeed_problems(profile: Profile) -> list[str]:
     Args:
         profile: a resolved profile in which `schema` and `rules` have found no problems.
     """
+    inputs = [profile.name, profile.json, accelerator_kind()]
+    return recall("deepspeed-config", inputs, lambda: _refusals(profile))
+
+
+def _refusals(profile: Profile) -> list[str]:
     from deepspeed import DeepSpeedConfig
 
     config = copy.deepcopy(profile.json)

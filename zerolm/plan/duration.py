@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from zerolm.common import values
-from zerolm.distributed.device import ABSENT, CPU, EMULATED_RATIO, bf16_ratio
+from zerolm.common.remembered import recall
+from zerolm.distributed.device import ABSENT, CPU, EMULATED_RATIO, bf16_ratio, cpu_name
+from zerolm.model.architecture import ConfigKey
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
 from zerolm.plan import hardware
@@ -28,21 +30,20 @@ def with_duration(plan: Plan) -> Plan:
     """Add the expected duration to a plan's derived figures, and a notice if it exceeds a year.
 
     On a CPU, or a GPU without a known datasheet, matrix products are timed. On a CPU, a block of
-    the model is also timed, which may take seconds.
+    the model is also timed, which may take seconds; `--check` remembers that for an hour.
     """
-    import torch
-
     mfu = None
     if _is_named(plan):
         named = hardware.load(plan.settings.hardware, {})
         peak = named.peak(plan.matmul_precision) or named.peak("fp32")
         if peak is None:
             return plan
-    elif plan.device == CPU and plan.settings.world_size:
-        peak, mfu = _share_of_rank(plan)
+    elif plan.device == CPU:
+        peak, mfu = recall("cpu-speed", _speed_inputs(plan), lambda: _cpu_speed(plan), list, tuple)
     else:
+        import torch
+
         peak, _ = device_peak_flops(torch.device(plan.device), plan.matmul_precision)
-        mfu = _timed_mfu(plan, peak) if plan.device == CPU else None
     line, notices = expected(plan, peak, mfu)
     return replace(
         plan, derived=plan.derived | {"duration": line}, notices=[*plan.notices, *notices]
@@ -54,13 +55,27 @@ def _is_named(plan: Plan) -> bool:
     return (plan.settings.hardware or CPU).lower() != CPU
 
 
-def _share_of_rank(plan: Plan) -> tuple[float, float | None]:
-    """Return one rank's FLOP/s when all ranks share this CPU, and its MFU.
+def _speed_inputs(plan: Plan) -> list[object]:
+    """Return what the speed of a rank on this CPU depends on, for an hour."""
+    settings = plan.settings
+    threads = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return ConfigKey.of(plan.model.config).inputs(
+        cpu_name(), len(os.sched_getaffinity(0)), threads, plan.matmul_precision,
+        plan.ds.compute_precision, settings.seq_len, settings.batch_tokens, settings.world_size,
+        plan.layout, time.strftime("%Y-%m-%d %H"),
+    )  # fmt: skip
+
+
+def _cpu_speed(plan: Plan) -> tuple[float, float | None]:
+    """Return one rank's FLOP/s on this CPU, which all ranks share with `--world_size`, and its MFU.
 
     The MFU is None if it could not be timed.
     """
     import torch
 
+    if not plan.settings.world_size:
+        peak, _ = device_peak_flops(torch.device(CPU), plan.matmul_precision)
+        return peak, _timed_mfu(plan, peak)
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     own = min(threads, max(1, cores // plan.world_size))
     torch.set_num_threads(own)

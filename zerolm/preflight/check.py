@@ -15,6 +15,7 @@ from pathlib import Path
 from zerolm import evaluate, features
 from zerolm.common import remembered
 from zerolm.common.errors import ConfigError, Findings
+from zerolm.common.remembered import recall
 from zerolm.config.settings import Settings
 from zerolm.data import epochs
 from zerolm.data.mixture import Mixture, group_size, resolve_mixture
@@ -24,7 +25,7 @@ from zerolm.distributed.layout import Layout
 from zerolm.ds_config.precision import Begun
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.topology import layout_of
-from zerolm.model.architecture import causal_lm_class
+from zerolm.model.architecture import ConfigKey, causal_lm_class
 from zerolm.model.flops import flops_per_token
 from zerolm.optim.schedule import SCHEDULES
 from zerolm.parts.inheritance import with_origins
@@ -118,16 +119,9 @@ def of_rank(given: Given, environment: Mapping[str, str] = os.environ) -> Plan:
     mixture = _check_sources(settings, given.inputs, layout.replicas, found)
     config, sources = getattr(model, "config", None), given.inputs.sources.training
     case = features.Case(settings, config, profile, layout, host.device.kind, given.inputs.initial)
-    checks.run(
-        checks.OF_MODEL,
-        found,
-        **case._asdict(),
-        case=case if config is not None else None,
-        model=model,
-        precision=profile.compute_precision if profile.json else None,
-        sources=sources,
-        world_size=host.world_size,
-    )
+    precision = profile.compute_precision if profile.json else None
+    checks.of_model(case, model, found, precision=precision, world_size=host.world_size)
+    checks.run(checks.OF_FILES, found, settings=settings, config=config, sources=sources)
     plan, existing = None, existing_run.NO_RUN
     if not found.problems and mixture is not None:
         final = _final(settings, given, profile, host)
@@ -204,7 +198,11 @@ def _final(settings: Settings, given: Given, profile: Profile, host: Host) -> Se
     # With other devices and precisions the ranks choose later, when they can inspect the GPU.
     is_fp32 = profile.json and profile.compute_precision == "fp32"
     if settings.document_mask and attention == "auto" and (host.device.kind == "cpu" or is_fp32):
-        attention = "sdpa" if causal_lm_class(model.config)._supports_sdpa else "eager"
+        attention = recall(
+            "document-mask-kernel",
+            ConfigKey.of(model.config).inputs(),
+            lambda: "sdpa" if causal_lm_class(model.config)._supports_sdpa else "eager",
+        )
     return replace(
         settings,
         attn_implementation=attention,

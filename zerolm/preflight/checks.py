@@ -5,20 +5,23 @@ needs, and is left out if that is unknown: a model that was refused has no `conf
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerolm import evaluate, features
 from zerolm.common import machine
 from zerolm.common.errors import Findings
+from zerolm.common.machine import compile_problem
 from zerolm.common.remembered import recall
 from zerolm.config.settings import Settings
+from zerolm.distributed.device import ABSENT, CPU
 from zerolm.ds_config import gathering, muon, parallel_rules
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import deepspeed_problems
 from zerolm.ds_config.scheduler import course_problems
 from zerolm.model.architecture import ConfigKey, meta_model
+from zerolm.model.known_config import actual
 from zerolm.model.model import Model
 from zerolm.plan import expert_rules, stage_rules
 from zerolm.plan.plan import Plan
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 Check = Callable[..., Iterable[str]]
 ANYWHERE = ("auto", "sdpa", "eager")  # attention kernels that are the same on every device
+NO_FILES: dict[str, Any] = {"run_dir": None, "data": (), "val_data": ()}  # unknown to `OF_MODEL`
 
 
 def run(checks: Iterable[tuple[str, Check]], found: Findings, **facts: object) -> None:
@@ -54,6 +58,52 @@ def run(checks: Iterable[tuple[str, Check]], found: Findings, **facts: object) -
         if all(name in known or need.default is not need.empty for name, need in needs.items()):
             lines = check(**{name: known[name] for name in needs if name in known})
             getattr(found, kind).extend(lines)
+
+
+def of_model(case: features.Case, model: Model | None, found: Findings, **facts: object) -> None:
+    """Run `OF_MODEL`, and add what it finds to `found`.
+
+    `--check` recalls what it has found from the same inputs, if they are all that counts: not on a
+    GPU, and not with other weights.
+
+    Args:
+        case: with None as the config of a model that was refused.
+        facts: `precision` and `world_size`.
+    """
+    if model is None:
+        run(OF_MODEL, found, **case._asdict(), **facts)
+        return
+    settings: Any = case.settings
+
+    def find(new: Findings, settings: Settings) -> Findings:
+        config = actual(case.config)
+        known = case._replace(settings=settings, config=config)
+        whole = replace(model, config=config)
+        run(OF_MODEL, new, **known._asdict(), case=known, model=whole, **facts)
+        return new
+
+    others = found.problems or case.initial or case.device not in (CPU, ABSENT)
+    others = others or settings.fp8 or settings.attn_implementation not in ANYWHERE
+    if not settings.check or others:
+        find(found, settings)
+        return
+    elsewhere = replace(settings, **NO_FILES)
+    values = {each.name: getattr(elsewhere, each.name) for each in fields(elsewhere)}
+    values |= {name: sorted(values[name]) for name in ("explicit", "inherited")}
+    programs = compile_problem(CPU) if settings.compile and case.device == CPU else None
+    inputs = ConfigKey.of(model.config).inputs(
+        model.path, model.written, sorted(model.idle), values, repr(case.profile), case.layout,
+        case.device, facts, programs,
+    )  # fmt: skip
+    found.add(
+        recall(
+            "model-checks",
+            inputs,
+            lambda: find(Findings(), elsewhere),
+            asdict,
+            lambda known: Findings(**known),
+        )
+    )
 
 
 def _parameter_problems(profile: Profile, config: "PretrainedConfig") -> list[str]:
@@ -124,10 +174,12 @@ OF_MODEL: tuple[tuple[str, Check], ...] = (
     ("notices", model_rules.dropout_notices),
     ("problems", features.problems),
     ("notices", features.notices),
-    ("notices", model_rules.padding_notices),
     ("problems", _proof_problems),
     ("problems", expert_proof.problems),
     ("problems", stage_proof.problems),
+)
+OF_FILES: tuple[tuple[str, Check], ...] = (
+    ("notices", model_rules.padding_notices),
     ("problems", evaluate.problems),
     ("problems", existing_run.directory_problems),
 )

@@ -88,7 +88,10 @@ def _read_model(
     model = None
     try:
         if settings.model_config is not None:
-            model = Model.load(settings.model_config)
+            # Ranks and --init_from need the config itself.
+            is_plan = settings.check and not settings.init_from
+            load = Model.recalled if is_plan else Model.load
+            model = load(settings.model_config)
             found.notices += model.notices
         if opened is not None:
             model = initial_weights.model_of(opened, model, found)

@@ -5,16 +5,19 @@ Must use only the model's config and class, and must not create weights.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.remembered import recall
 from zerolm.config.settings import HIGHEST, SELECTIVE, VARLEN, Settings
 from zerolm.model import document_mask
 from zerolm.model.architecture import (
+    ConfigKey,
     causal_lm_class,
     has_padding_position,
     meta_model,
 )
+from zerolm.model.known_config import actual
 from zerolm.model.model import max_positions, position_limit
 from zerolm.pretrained.vocabulary import vocabulary
 from zerolm.shards.reader import Source
@@ -143,29 +146,42 @@ def padding_notices(
 
     The token's text is read from the sources' tokenizer.
     """
-    text = config.get_text_config()
-    padding = getattr(text, "pad_token_id", None)
-    frozen: set[int] = set()
-    if padding is not None:
-        meta_model(config, frozen)
-    if not frozen:
+    padding = getattr(config.get_text_config(), "pad_token_id", None)
+    if padding is None:
+        return []
+    facts = recall("padding", ConfigKey.of(config).inputs(), lambda: _padding_facts(config))
+    if not facts["is_frozen"]:
         return []
     tokens: Mapping[str, int] = {}
     with suppress(ConfigError):  # reported by the checks that need the tokenizer
         for source in sources[:1]:  # all sources have the same tokenizer
             tokens = vocabulary(source.tokenizer_directory()) or {}
     token = next((repr(token) for token, number in tokens.items() if number == padding), "")
-    is_default = getattr(type(text), "pad_token_id", None) == padding
-    origin = f" (the default of {type(text).__name__})" if is_default else ""
+    origin = f" (the default of {facts['default_of']})" if facts["default_of"] else ""
     begins = "starts with the weights of --init_from" if settings.init_from else "is initialized"
     notice = (
         f"{settings.model_config}: pad_token_id: {padding}{origin}{token and f', {token}'}: "
         f"pretraining has no padding, so this token's embedding {begins} and is trained like all "
         "others"
     )
-    if has_padding_position(config):
+    if facts["has_position"]:
         notice += "; where the token occurs in text, the model gives it no position of its own"
     return [notice]
+
+
+def _padding_facts(config: "PretrainedConfig") -> dict[str, Any]:
+    """Return whether the model would not train the padding token's row, the class with this token
+    as its default, and whether the token has no position of its own.
+    """
+    text = actual(config).get_text_config()
+    frozen: set[int] = set()
+    meta_model(config, frozen)
+    is_default = getattr(type(text), "pad_token_id", None) == text.pad_token_id
+    return {
+        "is_frozen": bool(frozen),
+        "default_of": type(text).__name__ if is_default else "",
+        "has_position": has_padding_position(config),
+    }
 
 
 def layerdrop_problems(

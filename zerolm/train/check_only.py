@@ -6,6 +6,7 @@ Most of what a rank imports is for training, which this module must not import.
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from zerolm.common import remembered
 from zerolm.common.command_line import open_standard_streams, refuse_line_breaks
 from zerolm.common.errors import EXIT_DONE, ConfigError
 from zerolm.common.secrets import mask_tracebacks
@@ -39,8 +40,9 @@ def main(argv: Sequence[str]) -> int:
     limits.raise_file_limit()
     try:
         refuse_line_breaks(argv)
-        plan = check.check(argv)
+        with remembered.opened():
+            plan = with_duration(check.check(argv))
     except (ConfigError, OSError) as error:
         return process_group.report_config_error(limits.refusal(error), 0, 0)
-    collectives.print_safely(with_duration(plan).summary())
+    collectives.print_safely(plan.summary())
     return EXIT_DONE

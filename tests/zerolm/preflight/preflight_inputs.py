@@ -43,8 +43,12 @@ def write_inputs(base: Path) -> Path:
     write_json(base / "dropout.json", {**LLAMA, "attention_dropout": 0.1})
     write_json(base / "mistral.json", {**LLAMA, "model_type": "mistral", "sliding_window": 16,
         "architectures": ["MistralForCausalLM"]})  # fmt: skip
+    write_json(base / "blind.json", {**LLAMA, "model_type": "mistral", "sliding_window": 0,
+        "architectures": ["MistralForCausalLM"]})  # fmt: skip
     write_json(base / "mixtral.json", {**LLAMA, "model_type": "mixtral", "num_local_experts": 4,
         "architectures": ["MixtralForCausalLM"], "output_router_logits": True})  # fmt: skip
+    write_json(base / "padding.json", {**LLAMA, "pad_token_id": 3})
+    write_json(base / "stages.json", {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}})
     write_json(base / "ds_typo.json", {"zero_optimization": {"stage": 2, "overlap_com": True}})
     write_json(base / "ds_offload.json", {"zero_optimization": {"stage": 2, "offload_param": {
         "device": "cpu"}}})  # fmt: skip

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.zerolm.preflight.preflight_inputs import command
+from zerolm.common.remembered import VARIABLE
 from zerolm.train import check_only
 
 PROGRAM = """import os, runpy, sys
@@ -50,3 +52,12 @@ def test_ranks_and_other_forms_of_the_flag_are_left_to_a_rank():
     assert not check_only.is_wanted(["--check"], {"RANK": "0", "WORLD_SIZE": "2"})
     for other in ("--no_check", "--no-check", "--check=false"):
         assert not check_only.is_wanted(["--check", other], {})
+
+
+def test_another_check_of_the_same_run_imports_none_of_the_libraries(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    words = [*command(inputs, "--deepspeed_config fp32.json"), "--check", "--wandb", "off"]
+    first, modules = checked(words)
+    again, none = checked(words)
+    assert first == again and first[0] == 0 and "of the model" in " ".join(first[1])
+    assert "torch" in modules and none == "[]"
