@@ -4,8 +4,9 @@ optimizer.
 zerolm/ds_config/muon.py decides which parameters to tag.
 """
 
+import importlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +32,23 @@ def leaving_to_adamw(parameters: Sequence[Any]) -> Iterator[None]:
 
     with replaced.installed(deepspeed, "set_optimizer_flags", tag):
         yield
+
+
+def import_uncompiled() -> None:
+    """Import DeepSpeed's Muon, for a run with another optimizer, without torch's compiler.
+
+    DeepSpeed asks every optimizer whether it is Muon. Its decorators then import torch._inductor,
+    which takes a second; here a function is compiled when it is first called.
+    """
+    from deepspeed.runtime import compiler
+
+    decorate = compiler.compile()
+
+    def decorator() -> Callable[[Any], Any]:
+        return lambda function: lambda *args, **named: decorate(function)(*args, **named)
+
+    with replaced.installed(compiler, "compile", decorator):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def scale_by_layout(transposed: Collection[tuple[int, ...]]) -> None:

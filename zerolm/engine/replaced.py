@@ -52,6 +52,9 @@ REPLACED: dict[str, dict[str, Row]] = {
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine": {
         "load": Row("ds_files.checkpoints", "unpickles any class", UNDONE),
     },
+    "deepspeed.runtime.compiler": {
+        "compile": Row("engine.muon", "imports torch._inductor for Muon in every run", UNDONE),
+    },
     "deepspeed.runtime.engine:DeepSpeedEngine": {
         "_configure_distributed_model": Row(
             "engine.experts", "knows only the experts of DeepSpeed's own layers", UNDONE

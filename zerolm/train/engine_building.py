@@ -190,6 +190,8 @@ def initialize(
     others = not_matrices(model) if profile.uses_muon else []
     if profile.uses_muon:
         muon.scale_by_layout(transposed_shapes(model))
+    else:
+        muon.import_uncompiled()
     with (
         muon.leaving_to_adamw(others),
         experts.recognized(1 if profile.zero_stage == 3 else plan.layout.experts),

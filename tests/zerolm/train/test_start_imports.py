@@ -28,6 +28,10 @@ WHY = {
 PROGRAM = """import importlib, json, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
+from zerolm.engine import muon
+muon.import_uncompiled()
+from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+assert original_muon.compiler.compile.__module__ == "deepspeed.runtime.compiler"
 print(json.dumps(sorted(sys.modules)))
 """
 
