@@ -31,7 +31,11 @@ GPT2 = {
     "embd_pdrop": 0.1,
     "resid_pdrop": 0.1,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "deepseek": DEEPSEEK}
+DEEP = {**LLAMA, "num_hidden_layers": 4}
+MODELS = {
+    "llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "deep": DEEP,
+    "tied": {**DEEP, "tie_word_embeddings": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class Configuration:
     """One kind of run.
 
     Attributes:
-        stages: shares of (start of the run, web, code, math), for a mixture that changes.
+        mixture: of all sources, with weights that change.
         ramp: the batch grows during the first half of the run.
         muon: Muon instead of AdamW.
         buckets: gradients are reduced to their owners in many buckets, during the backward pass.
         offload: optimizer states and its step on the CPU, by DeepSpeed's own Adam.
         workers: loader processes per rank.
         small_disk: the run directory is on a file system of its own, which can be filled.
+        layers: of each pipeline stage; none: no stages.
         flags: further flags of pretrain.py.
     """
 
@@ -61,6 +66,7 @@ class Configuration:
     offload: bool = False
     workers: int = 1
     small_disk: bool = False
+    layers: tuple[int, ...] = ()
     flags: tuple[object, ...] = field(default=())
 
 
@@ -135,6 +141,18 @@ ROTATION = (
         "zero1-fp32-experts-groups", 1, False, ranks=4, model="deepseek", mixture=True,
         flags=(*DIVIDED, "--balance_rate", 0.02, *EMA, *WAITING, *WANDB),
     ),
+    Configuration(
+        "zero1-fp32-stages", 1, False, ranks=4, model="tied", layers=(2, 2), mixture=True,
+        small_disk=True, flags=(*WANDB, *REPORTS),
+    ),
+    Configuration(
+        "zero2-fp32-stages-packed", 2, False, ranks=4, model="deep", layers=(3, 1), workers=2,
+        flags=(*PACKED, *EMA, *KEEP, "--gradient_checkpointing", "full", *BOARD),
+    ),
+    Configuration(
+        "zero1-bf16-three-stages", 1, True, ranks=3, model="deep", layers=(1, 2, 1), mixture=True,
+        flags=("--gradient_checkpointing", "selective", "--z_loss", 0.01, *WAITING, *BOARD),
+    ),
 )  # fmt: skip
 
 
@@ -162,6 +180,10 @@ def profile(configuration: Configuration) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": 0.0 if configuration.muon else CLIPPING,
     }
+    if configuration.layers:
+        content["pipeline"] = {
+            "stages": len(configuration.layers), "layers": list(configuration.layers),
+        }  # fmt: skip
     if configuration.buckets or configuration.muon:
         content["communication_data_type"] = "fp32"
     if configuration.buckets:
@@ -195,7 +217,7 @@ def flags(configuration: Configuration, base: Path, run_dir: Path, steps: int) -
     arguments += ["--eval_interval", 4 * SAVE_INTERVAL, "--checkpoint_interval", SAVE_INTERVAL]
     arguments += ["--num_workers", configuration.workers]
     arguments += ["--hang_timeout", "60s" if "--compile" in configuration.flags else "30s"]
-    assert BATCH % (2 * configuration.ranks) == 0
+    assert BATCH % (2 * configuration.ranks // max(1, len(configuration.layers))) == 0
     return [*arguments, *configuration.flags]
 
 
