@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
     if rank == 0:
         console_log.keep(run_dir)
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock starts here
-    dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
+    stage = plan.layout.stage_of(rank)
+    dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop, stage)
     try:
         code = train(plan, stop, dog)
         dog.close("done" if code == EXIT_DONE else "stopped")

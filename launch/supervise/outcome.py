@@ -227,8 +227,9 @@ def _add_event(outcome: Outcome, event: dict[str, Any], codes: Mapping[str | Non
         if event["event"] == "rank_lost" and event["ended"] is None and rank_exit is not None:
             reason += f" (the launcher reported {rank_exit})"
         stacks = f"; stacks: {rank['stacks']}" if rank["stacks"] else ""
+        stage = f", stage {rank['stage']}" if rank.get("stage") else ""
         outcome.reasons.append(
-            f"rank {rank['rank']} on {rank['host']} (pid {rank['pid']}) {reason}, "
+            f"rank {rank['rank']} on {rank['host']} (pid {rank['pid']}{stage}) {reason}, "
             f"in step {outcome.step}{stacks}"
         )
 

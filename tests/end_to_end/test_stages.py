@@ -264,6 +264,18 @@ def test_the_stage_that_hangs_is_blamed_and_not_those_that_wait(tmp_path, corpus
     [hang] = events(tmp_path / "run", "hang")
     assert [each["rank"] for each in hang["ranks"]] == [rank], hang
     assert "faults.py" in hang["ranks"][0]["doing"], hang
+    assert f", stage {rank + 1} of 4) has made no progress" in done.stdout
+
+
+@pytest.mark.soak
+def test_the_stage_of_a_killed_rank_is_named(tmp_path, corpus) -> None:
+    """The ranks of a stage are neighbours: of two replicas, rank 2 is the second stage's first."""
+    arguments = flags(tmp_path, corpus, "run", DEEP, 1, 2)
+    done = run_ranks(4, *arguments, FAULT="step.backward:2:5:kill")
+    assert done.returncode != 0
+    [lost] = events(tmp_path / "run", "rank_lost")
+    assert [(each["rank"], each["stage"]) for each in lost["ranks"]] == [(2, "2 of 2")], lost
+    assert ", stage 2 of 2) ended: SIGKILL" in done.stdout
 
 
 def test_the_watchdog_knows_the_function_in_which_a_stage_waits():

@@ -122,6 +122,11 @@ class Layout(NamedTuple):
         """
         return self.world_size if self.partitions_weights else self.replicas
 
+    def stage_of(self, rank: int) -> str:
+        """Return which pipeline stage a rank is, `1 of 2` for the first; "" without stages."""
+        stage = self.axis("stages", rank)
+        return f"{stage.index + 1} of {stage.size}" if stage.size > 1 else ""
+
     def leads_replica(self, rank: int) -> bool:
         """Return whether a rank is the first of its replica, whose sequences it counts."""
         names = ("tensor", "sequence", "stages")

@@ -189,7 +189,11 @@ def _ranks(event: Event) -> str:
     ranks = event.get("ranks")
     found = [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
     template = "rank {rank} on {host} {reason} (in {phase})"
-    shown = "; ".join(_TEMPLATES.vformat(template, (), rank) for rank in found)
+    with_stage = "rank {rank} on {host}, stage {stage}, {reason} (in {phase})"
+    shown = "; ".join(
+        _TEMPLATES.vformat(with_stage if rank.get("stage") else template, (), rank)
+        for rank in found
+    )
     return shown or str(event.get("reason") or "")
 
 
@@ -285,8 +289,9 @@ _KINDS: tuple[EventKind, ...] = (
         alert=AlertRule("ERROR", "silent corruption", "reason"), state=FAILED),
     EventKind("rank_lost", "bad",
         "a rank's process ended before the run did: `ended`, the signal, exit code or error; "
-        "`ranks`: rank, host, pid, the step and phase of its last heartbeat, sequences `[first, "
-        "count]` of that step, its stack file; `found_by`, the rank that reports the loss",
+        "`ranks`: rank, host, pid, pipeline stage, the step and phase of its last heartbeat, "
+        "sequences `[first, count]` of that step, its stack file; `found_by`, the rank that "
+        "reports the loss",
         _ranks, AlertRule("ERROR", "a rank was lost", "ended"), FAILED),
     EventKind("hang", "bad",
         "a rank was stopped, silent, or without progress: the keys of `rank_lost`, `device` and "

@@ -34,6 +34,7 @@ class Heartbeats:
     Args:
         run_dir: the run directory; must exist before the first heartbeat is written.
         launcher: process ID of the launcher, if any.
+        stage: this rank's pipeline stage, such as `1 of 2`; "" without stages.
 
     Attributes:
         token: identifies this launch; None until the ranks are connected.
@@ -44,9 +45,10 @@ class Heartbeats:
     """
 
     def __init__(
-        self, run_dir: Path, rank: int, launcher: int | None, monitor: liveness.ProgressMonitor
-    ):
-        self.files, self.rank = RunFiles(run_dir), rank
+        self, run_dir: Path, rank: int, launcher: int | None, monitor: liveness.ProgressMonitor,
+        stage: str = "",
+    ):  # fmt: skip
+        self.files, self.rank, self.stage = RunFiles(run_dir), rank, stage
         self.launcher, self.monitor = launcher, monitor
         self.host, self.machine = socket.gethostname(), processes.machine_id()
         process = processes.inspect_process(os.getpid())
@@ -62,7 +64,7 @@ class Heartbeats:
             "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.process.pid,
             "start_ticks": self.process.start_ticks, "launcher_pid": self.launcher,
             "supervisor": os.environ.get(processes.SUPERVISOR),
-            "device": int(os.environ.get("LOCAL_RANK", 0)),
+            "device": int(os.environ.get("LOCAL_RANK", 0)), "stage": self.stage,
         }  # fmt: skip
 
     def status(self) -> dict[str, Any]:

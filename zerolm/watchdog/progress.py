@@ -96,6 +96,7 @@ class _Diagnosis(TypedDict, total=False):
 
     Attributes:
         device: index of the rank's device on its host.
+        stage: the rank's pipeline stage, such as `1 of 2`; "" without stages.
         doing: the main thread's current Python function; empty unless the rank is stalled.
         groups: {process group: its collectives}; `finished` is None unless the rank is stalled.
         calls: (process group, number, kind and size) of the rank's last collectives, oldest first;
@@ -103,6 +104,7 @@ class _Diagnosis(TypedDict, total=False):
     """
 
     device: Count
+    stage: str
     doing: str
     groups: dict[str, Group]
     calls: list[tuple[str, Count, str]]

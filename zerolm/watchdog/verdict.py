@@ -91,10 +91,11 @@ def publish(
         print(f"watchdog: {why}. The run was in step {step}", file=sys.stderr, flush=True)
     for entry in ranks:
         device = f", device {entry['device']}" if entry.get("device") is not None else ""
+        stage = f", stage {entry['stage']}" if entry.get("stage") else ""
         print(
-            f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}{device}) "
-            f"{entry['reason']}. The run was in step {step}; this rank's last heartbeat: step "
-            f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
+            f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}{device}"
+            f"{stage}) {entry['reason']}. The run was in step {step}; this rank's last heartbeat: "
+            f"step {entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     log_event(run_dir, event, step, **verdict)

@@ -47,6 +47,8 @@ ORPHAN_SECONDS = 2.0  # time for the main thread to handle the signal that kille
 START_SECONDS = 10.0  # time to reach the first step, and save after it, once a stop is requested
 TEARDOWN_SECONDS = 30.0  # time for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
+# What an event contains of the heartbeat of a rank that is blamed.
+BLAMED = ("rank", "host", "pid", "device", "stage", "step", "phase", "doing", "sequences")
 GOOD_ENDINGS = ("done", "stopped", "gave up")
 
 
@@ -58,9 +60,10 @@ class Watchdog:
         hang_timeout: seconds without progress after which a rank counts as hung; 0 disables hang
             detection.
         stop: the `StopRequest`; setting its `reason` makes this rank save and stop.
+        stage: this rank's pipeline stage, such as `1 of 2`; "" without stages.
     """
 
-    def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
+    def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any, stage: str = ""):
         self.files, self.rank = RunFiles(run_dir), rank
         self.hang_timeout, self.stop = hang_timeout, stop
         self.launch = Launch.of_this_rank()
@@ -68,7 +71,7 @@ class Watchdog:
             end_with_parent(0)
         self.runner = self.launch.runner
         self.monitor = liveness.ProgressMonitor(hang_timeout)
-        self.heartbeats = Heartbeats(run_dir, rank, self.launch.node_launcher, self.monitor)
+        self.heartbeats = Heartbeats(run_dir, rank, self.launch.node_launcher, self.monitor, stage)
         self.peers: dict[int, dict[str, Any]] = {}  # identities of the other ranks
         # Before the ranks connect, only rank 0 knows that the directory belongs to this run.
         self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
@@ -423,8 +426,7 @@ class Watchdog:
             before = self.stacks.start_bytes if own and self.stacks else 0
             before = before if own else self.peers[rank]["start_bytes"]
             has_stacks = event == "hang" or stacks.size_bytes(path) > before
-            names = ("rank", "host", "pid", "device", "step", "phase", "doing", "sequences")
-            entry: dict[str, Any] = {name: heartbeat.get(name) for name in names}
+            entry: dict[str, Any] = {name: heartbeat.get(name) for name in BLAMED}
             entries.append(entry | {"reason": reason, "stacks": str(path) if has_stacks else None})
         # A heartbeat may be a few steps old; ranks are never more than one step apart.
         step = max([progress.CURRENT.step] + [entry["step"] or 0 for entry in entries])

@@ -226,6 +226,9 @@ def test_the_code_of_a_lost_rank_is_that_of_its_own_host() -> None:
     )
     (reason,) = classify(1, [event], [], output[1:], None, []).reasons
     assert "launcher" not in reason, "that of node2 reported nothing"
+    of_stage = {**event, "ranks": [{**lost, "stage": "2 of 2"}]}
+    (reason,) = classify(1, [of_stage], [], [], None, []).reasons
+    assert reason.startswith("rank 1 on node2.cluster (pid 470, stage 2 of 2) has been silent")
 
 
 @pytest.mark.parametrize("lines", [

@@ -58,6 +58,7 @@ def test_ranks_of_a_stage_are_neighbours_and_the_last_stage_counts_losses():
         assert layout.training_shard(rank) == layout.evaluation_shard(rank) == (replica, 2)
         assert layout.leads_replica(rank) == (stage == 0)
         assert layout.counts_losses(rank) == (stage == 3)
+        assert layout.stage_of(rank) == f"{stage + 1} of 4" and Layout(8).stage_of(rank) == ""
         assert layout.counts_parameter(rank, is_divided=False), "each stage has its own"
     assert layout.replicas == layout.gradient_divisor == layout.shards == 2
     assert (layout.copies, layout.ranks_per_copy, layout.replica_size) == (1, 8, 4)

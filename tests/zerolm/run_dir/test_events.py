@@ -41,6 +41,11 @@ def test_a_message_needs_no_key_and_fears_no_value(name) -> None:
                                               "phase": "step"}]},
             "rank 1 on b was killed (in step)",
         ),
+        (
+            {"event": "hang", "ranks": [{"rank": 1, "host": "b", "stage": "2 of 2",
+                                         "reason": "is stopped", "phase": "step"}]},
+            "rank 1 on b, stage 2 of 2, is stopped (in step)",
+        ),
         ({"event": "changed", "changes": {"seed": [1, 2]}}, "seed: 1 -> 2"),
         ({"event": "stage", "stage": 2, "shares": {"a": 1}}, "data blend 2: a 100.000%"),
         ({"event": "tracker_failed", "tracker": "wandb", "error": "{no} net"}, "wandb: {no} net"),

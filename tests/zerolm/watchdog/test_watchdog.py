@@ -175,7 +175,8 @@ def gather(value):  # a file a rank: the watchdog needs no torch
 
 collectives.gather_objects, collectives.broadcast_object = gather, lambda value: "token"
 stop = Stop()
-dog = watchdog.Watchdog(run_dir, rank, timeout, stop)
+stage = f"{rank + 1} of {world_size}" if "STAGES" in os.environ else ""
+dog = watchdog.Watchdog(run_dir, rank, timeout, stop, stage)
 dog.connect(world_size)
 dog.heartbeats.seconds = 0.5
 record_progress("data", 1); record_progress("optimizer", 1); record_progress("data", 2)
@@ -243,6 +244,15 @@ def test_a_killed_rank_is_named_with_its_signal(ranks) -> None:
     (event,) = ranks.events()
     assert event["event"] == "rank_lost" and event["ended"] == "SIGKILL"
     assert event["ranks"][0]["pid"] == ranks.started[1].pid and ranks.started[0].returncode == 1
+
+
+def test_the_pipeline_stage_of_a_killed_rank_is_named(ranks) -> None:
+    ranks.start(AT_WORK, AT_WORK, STAGES="1")
+    ranks.started[1].kill()
+    output = ranks.outputs()
+    assert f"(pid {ranks.started[1].pid}, device 0, stage 2 of 2) ended: SIGKILL" in output, output
+    (event,) = ranks.events()
+    assert [entry["stage"] for entry in event["ranks"]] == ["2 of 2"]
 
 
 def test_a_rank_that_was_killed_for_memory_is_said_to_be(ranks) -> None:
