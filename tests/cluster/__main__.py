@@ -3,7 +3,8 @@
     python -m tests.cluster --log benchmarks/results/host_faults.jsonl --trials 100 --minutes 50
     python -m tests.cluster --log benchmarks/results/host_faults.jsonl --table host_faults.md
 
-The same command again goes on after the last trial of the log.
+The same command again goes on after the last trial of the log. With `--stages` each host has a
+stage of a pipeline, which messages must name.
 """
 
 import argparse
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=50.0)
+    parser.add_argument("--stages", action="store_true", help="a pipeline stage on each host")
     parser.add_argument("--table", type=Path, help="write the log's table, and try nothing")
     given = parser.parse_args(argv)
     logged = [json.loads(line) for line in given.log.read_text().splitlines()] if (
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
         if time.monotonic() > deadline:
             break
         directory = Path(tempfile.mkdtemp(prefix="zerolm-cluster-")) / "hosts"
-        outcome = Trial(draw(number), directory, references).run()
+        outcome = Trial(draw(number, given.stages), directory, references).run()
         with given.log.open("a") as log:
             log.write(json.dumps({"number": number, **asdict(outcome)}) + "\n")
         print(number, "right" if outcome.is_right else "WRONG", *outcome.draw.values(), "|",

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -181,17 +182,24 @@ KINDS = {
 
 @dataclass
 class Draw:
-    """What is tried."""
+    """What is tried.
+
+    Attributes:
+        stage: of ZeRO.
+        victim: number of the host, from 0.
+        has_stages: whether each host has a pipeline stage.
+    """
 
     kind: str
     mode: str
     hosts: int
     stage: int
-    victim: int  # number of the host, from 0
+    victim: int
     step: int
+    has_stages: bool = False
 
 
-def draw(number: int) -> Draw:
+def draw(number: int, has_stages: bool = False) -> Draw:
     """Return a trial of the campaign: each kind in turn, the rest at random."""
     chance = random.Random(number)
     kind = list(KINDS)[number % len(KINDS)]
@@ -200,7 +208,8 @@ def draw(number: int) -> Draw:
     if kind in ("SIGTERM to the supervisor", "scancel"):
         victim = 0
     mode = chance.choice(KINDS[kind].modes)
-    return Draw(kind, mode, hosts, chance.choice([2, 3]), victim, chance.randrange(10, 28))
+    stage = chance.choice([1, 2] if has_stages else [2, 3])
+    return Draw(kind, mode, hosts, stage, victim, chance.randrange(10, 28), has_stages)
 
 
 @dataclass
@@ -284,9 +293,13 @@ class Trial:
         shards = write_shards(inputs / "data")
         zero = {"stage": self.drawn.stage}
         profile = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {}}}
+        model = LLAMA
+        if self.drawn.has_stages:
+            profile["pipeline"] = {"stages": self.drawn.hosts}
+            model = {**LLAMA, "num_hidden_layers": 4}
         self.flags = [
             "--deepspeed_config", write_json(inputs / "ds.json", profile),
-            "--model_config", write_json(inputs / "model.json", LLAMA), "--data", shards,
+            "--model_config", write_json(inputs / "model.json", model), "--data", shards,
             "--seq_len", SEQ_LEN, "--batch_tokens", SEQ_LEN * BATCH, "--micro_batch_size", 2,
             "--precision", "fp32", "--wandb", "off", "--checkpoint_interval", SAVE,
             "--total_tokens", SEQ_LEN * BATCH * STEPS, "--log_interval", 1,
@@ -338,11 +351,17 @@ class Trial:
         if (failed := self._failed()) and not outcome.seconds:
             after = [_time(event) - made for event in failed if _time(event) > made - 1]
             outcome.seconds = round(max(0.0, after[0]), 1) if after else None
-        outcome.blamed = sorted({
-            rank["host"] for event in events(self.run_dir)
+        blamed = [
+            rank for event in events(self.run_dir)
             if event["event"] in LOST_EVENTS and _time(event) > made - 1
             for rank in event["ranks"]
-        })  # fmt: skip
+        ]  # fmt: skip
+        outcome.blamed = sorted({rank["host"] for rank in blamed})
+        for rank in blamed if self.drawn.has_stages else ():
+            number, stage = rank["rank"], f"{rank['rank'] + 1} of {self.drawn.hosts}"
+            shown = rf"rank {number} on {rank['host']} \(pid {rank['pid']}.*, stage {stage}\)"
+            assert rank["stage"] == stage, rank
+            assert re.search(shown, self.log.read_text()), f"not printed: {shown}"
         allowed = {VICTIM: [self.victim], NOBODY: [], ANYONE: self.cluster.names}[self.kind.blame]
         outcome.wrong = [host for host in outcome.blamed if host not in allowed]
         if self.kind.blame == VICTIM and not outcome.blamed:
