@@ -351,17 +351,13 @@ class Trial:
         if (failed := self._failed()) and not outcome.seconds:
             after = [_time(event) - made for event in failed if _time(event) > made - 1]
             outcome.seconds = round(max(0.0, after[0]), 1) if after else None
-        blamed = [
-            rank for event in events(self.run_dir)
+        lost = [
+            event for event in events(self.run_dir)
             if event["event"] in LOST_EVENTS and _time(event) > made - 1
-            for rank in event["ranks"]
         ]  # fmt: skip
-        outcome.blamed = sorted({rank["host"] for rank in blamed})
-        for rank in blamed if self.drawn.has_stages else ():
-            number, stage = rank["rank"], f"{rank['rank'] + 1} of {self.drawn.hosts}"
-            shown = rf"rank {number} on {rank['host']} \(pid {rank['pid']}.*, stage {stage}\)"
-            assert rank["stage"] == stage, rank
-            assert re.search(shown, self.log.read_text()), f"not printed: {shown}"
+        outcome.blamed = sorted({rank["host"] for event in lost for rank in event["ranks"]})
+        if self.drawn.has_stages:
+            self._require_stages(lost)
         allowed = {VICTIM: [self.victim], NOBODY: [], ANYONE: self.cluster.names}[self.kind.blame]
         outcome.wrong = [host for host in outcome.blamed if host not in allowed]
         if self.kind.blame == VICTIM and not outcome.blamed:
@@ -371,6 +367,20 @@ class Trial:
             outcome.wrong = [first] * (first != self.victim)
         found = differences(digest(self.run_dir, self.directory / "ledger"), reference)
         outcome.differences = found[:5]
+
+    def _require_stages(self, lost: Sequence[dict[str, Any]]) -> None:
+        """Require that the stage of each rank that is blamed is logged and printed.
+
+        A launcher that has ended is named by its host.
+        """
+        output = self.log.read_text()
+        for event in lost:
+            for rank in event["ranks"]:
+                number, stage = rank["rank"], f"{rank['rank'] + 1} of {self.drawn.hosts}"
+                shown = rf"rank {number} on {rank['host']} \(pid {rank['pid']}.*, stage {stage}\)"
+                assert rank["stage"] == stage, rank
+                if event["event"] != "launcher_lost":
+                    assert re.search(shown, output), f"not printed: {shown}"
 
     def _start(self) -> None:
         flags = [*self.flags, "--run_dir", self.run_dir]
