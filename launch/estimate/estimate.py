@@ -199,14 +199,15 @@ def _memory_of(run: PlannedRun, stage: int | None = None) -> DeviceMemory:
     )
     shapes, _ = shapes_of_rank(model.shapes, run.layout, run.profile.stage_layers, stage)
     buckets, gathered = memory.buffer_bytes(shapes, run.profile)
-    activations = activations_of_rank(run)
+    activations, stored = activations_of_rank(run), 1
     if stage is not None:
         layers = run.profile.stage_layers
         activations = memory.stage_activations(activations, layers, stage, run.accumulation)
+        stored = min(len(layers) - stage, run.accumulation)
     micro, checkpointing = settings.micro_batch_size, settings.gradient_checkpointing
     exchanged = exchange.memory_bytes(
-        model.config, model.shapes, run.layout, micro * run.rank_tokens,
-        run.profile.weight_bytes, bool(checkpointing), run.rank_imbalance,
+        model.config, shapes, run.layout, micro * run.rank_tokens,
+        run.profile.weight_bytes, bool(checkpointing), run.rank_imbalance, stored,
     )  # fmt: skip
     peak = activations.peak(checkpointing, micro) + exchanged
     loss = min(activations.loss_bytes(micro), peak)

@@ -23,7 +23,7 @@ def exchange_seconds(run: PlannedRun, efficiency: float) -> float:
     if degree == 1:
         return 0.0
     passes = 3 if run.settings.gradient_checkpointing else 2
-    layers = exchange.num_layers(run.model.shapes) * passes * run.accumulation
+    layers = exchange.num_layers(run.shapes_of_rank[0]) * passes * run.accumulation
     tokens = run.settings.micro_batch_size * run.rank_tokens
     sent = tokens * exchange.row_bytes(run.model.config, run.profile.weight_bytes)
     busiest = sent * run.busiest_share * (degree - 1) / degree

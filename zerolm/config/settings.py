@@ -345,9 +345,7 @@ class Settings:
         "N",
         minimum=2,
         planned=True,
-        not_with=dict.fromkeys(
-            ("tensor", "sequence", "stages"), "losses were not compared with PyTorch's"
-        ),
+        not_with=dict.fromkeys(("tensor", "sequence"), "losses were not compared with PyTorch's"),
     )
     settings: str | None = flag(
         "run",

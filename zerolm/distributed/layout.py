@@ -6,7 +6,8 @@
     zero       ranks with the same matrices, over which ZeRO may divide weights and states
     shards     the ranks on `zero` that together have one copy of the optimizer states
     copies     the ranks on `zero` with the same shard of the states, one for each copy
-    experts    neighbouring ranks that together have all experts of a mixture, each its share
+    experts    neighbouring ranks with the same layers that together have all experts of these,
+               each its share
     expert_copies  the ranks with the same experts, over which ZeRO divides the states of these
     stages     inside a replica each rank has some of the layers, and computes them in turn
     all        all ranks
@@ -75,7 +76,7 @@ class Layout(NamedTuple):
             "shards": (self.tensor, shards),
             "copies": (self.tensor * shards, alike // shards),
             "experts": (1, self.experts),
-            "expert_copies": (self.experts, self.world_size // self.experts),
+            "expert_copies": (self.experts, alike // self.experts),
             "all": (1, self.world_size),
         }[name]
         index = rank // stride % size
@@ -180,9 +181,9 @@ class Layout(NamedTuple):
         """Describe the layout for a line with the device count; "" for plain data parallelism."""
         if self.shard_within:
             return f"{self.copies} groups of {self.shards} with all optimizer states"
-        if self.experts > 1:
-            return f"{self.replicas} data parallel, experts divided over {self.experts} ranks each"
+        parts = "".join(f" x {self.axis(form).size} {form} parallel" for form in self.forms)
         if self.stages > 1:
-            return f"{self.replicas} data parallel x {self.stages} stages"
-        forms = "".join(f" x {self.axis(form).size} {form} parallel" for form in self.forms)
-        return f"{self.replicas} data parallel{forms}" if forms else ""
+            parts = f" x {self.stages} stages"
+        if self.experts > 1:
+            parts += f", experts divided over {self.experts} ranks each"
+        return f"{self.replicas} data parallel{parts}" if parts else ""

@@ -36,12 +36,13 @@ def layout_of(settings: Settings, profile: Profile, world_size: int) -> Layout:
     stages = profile.stages
     if world_size % (tensor * sequence * stages):
         return Layout(world_size)
-    if stages > 1 and tensor * sequence == 1:
-        return Layout(world_size, stages=stages)
-    group = settings.shard_within or world_size
     is_plain = tensor * sequence == 1
-    in_groups = is_plain and group < world_size and world_size % group == 0
     experts = settings.expert_parallel or 1
+    if stages > 1 and is_plain:
+        divides = world_size // stages % experts == 0
+        return Layout(world_size, stages=stages, experts=experts if divides else 1)
+    group = settings.shard_within or world_size
+    in_groups = is_plain and group < world_size and world_size % group == 0
     divides = is_plain and not in_groups and world_size % experts == 0
     return Layout(
         world_size, tensor, sequence, profile.zero_stage == 3, group if in_groups else 0,

@@ -76,6 +76,9 @@ def of_all_stages(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for model in models[1:]:
         joined["module"] = {**model["module"], **joined["module"]}
         joined["shared_params"] = {**joined["shared_params"], **model["shared_params"]}
+        degree, divided = divided_experts(joined)
+        more = divided_experts(model)[1]
+        joined[EXPERTS] = {"degree": degree, "parameters": [*divided, *more]}
         known = set(joined["buffer_names"])
         new = [name for name in model["buffer_names"] if name not in known]
         joined["buffer_names"] = [*joined["buffer_names"], *new]
@@ -105,8 +108,8 @@ def pieces_of(
     """
     found, shards = Pieces(), num_shards(manifest) // len(models)
     sharded = {name for name, blocks in blocks_of(models).items() if len(blocks) > 1}
-    degree, experts = divided_experts(models[0])
     for part, model in enumerate(models):
+        degree, experts = divided_experts(model)
         files = optimizer_files(directory, shards, part)
         for group in num_values(model["param_shapes"]):
             for number in range(degree) if experts & group.keys() else [None]:
@@ -131,9 +134,9 @@ def blocks_of(models: Sequence[Mapping[str, Any]]) -> dict[str, list[torch.Size]
     its own shape if the ranks have copies.
     """
     found: dict[str, list[torch.Size]] = {}
-    degree, experts = divided_experts(models[0])
     in_stages = STAGE in models[0]
     for number, model in enumerate(models):
+        degree, experts = divided_experts(model)
         for name, shape in (item for group in model["param_shapes"] for item in group.items()):
             if name in experts:
                 found[name] = [shape] * degree

@@ -27,13 +27,16 @@ def group_name(degree: int) -> str:
     return f"ep_size_{degree}"
 
 
-def create_groups(degree: int) -> None:
+def create_groups(degree: int, stages: int = 1) -> None:
     """Create the expert groups, neighbouring ranks, and the expert data groups, ranks with the same
     experts. Every rank must call this.
+
+    Args:
+        stages: number of pipeline stages; each has consecutive ranks, and experts of its own.
     """
     from deepspeed.utils import groups
 
-    groups._create_expert_and_data_parallel(degree)
+    groups._create_expert_and_data_parallel(degree, pp_size=stages)
 
 
 def expert_group(degree: int) -> Any:

@@ -169,7 +169,9 @@ def cast(parameter: Any, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Iterator[None]:
+def gathered(
+    parameters: Sequence[Any], modifier_rank: int | None = None, group: Any = None
+) -> Iterator[None]:
     """Gather partitioned parameters and divided experts inside this context. Every rank must call
     this.
 
@@ -177,11 +179,12 @@ def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Ite
 
     Args:
         modifier_rank: rank whose changes are broadcast on exit; None if there are no changes.
+        group: process group of the ranks that have these parameters, without ZeRO-3; None: all.
     """
     experts = [each for each in parameters if divided_over(each) == "experts"]
     if experts:
         others = [each for each in parameters if divided_over(each) != "experts"]
-        with gathered(others, modifier_rank), _gathered_experts(experts, modifier_rank):
+        with gathered(others, modifier_rank), _gathered_experts(experts, modifier_rank, group):
             yield
     elif any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
@@ -193,7 +196,9 @@ def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Ite
 
 
 @contextmanager
-def _gathered_experts(parameters: Sequence[Any], modifier_rank: int | None) -> Iterator[None]:
+def _gathered_experts(
+    parameters: Sequence[Any], modifier_rank: int | None, group: Any
+) -> Iterator[None]:
     if is_partitioned(parameters[0]):
         import deepspeed
 
@@ -201,28 +206,30 @@ def _gathered_experts(parameters: Sequence[Any], modifier_rank: int | None) -> I
         source = None if modifier_rank is None else 0
         with (
             deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=source),
-            _whole_experts(parameters, modifier_rank),
+            _whole_experts(parameters, modifier_rank, group),
         ):
             yield
         return
-    with _whole_experts(parameters, modifier_rank):
+    with _whole_experts(parameters, modifier_rank, group):
         yield
 
 
 @contextmanager
-def _whole_experts(parameters: Sequence[Any], modifier_rank: int | None) -> Iterator[None]:
+def _whole_experts(
+    parameters: Sequence[Any], modifier_rank: int | None, group: Any
+) -> Iterator[None]:
     own = [each.data for each in parameters]
     for parameter, values in zip(parameters, own, strict=True):
         parameter.data = values.new_empty(parameter.expert_shape)
         slices = list(parameter.data.split(len(values)))
-        group = expert_group(parameter.expert_degree)
-        torch.distributed.all_gather(slices, values.contiguous(), group=group)
+        neighbours = expert_group(parameter.expert_degree)
+        torch.distributed.all_gather(slices, values.contiguous(), group=neighbours)
     try:
         yield
     finally:
         for parameter, values in zip(parameters, own, strict=True):
             if modifier_rank is not None:
-                torch.distributed.broadcast(parameter.data, src=modifier_rank)
+                torch.distributed.broadcast(parameter.data, src=modifier_rank, group=group)
                 index = torch.distributed.get_rank(expert_group(parameter.expert_degree))
                 values.copy_(parameter.data.narrow(0, index * len(values), len(values)))
             parameter.data = values

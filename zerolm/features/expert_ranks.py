@@ -21,11 +21,11 @@ class ExpertRanks(Feature):
                 "Balance over ranks",
                 smooth=True,
                 about="Tokens that the experts of the busiest rank get, divided by the mean over "
-                "all ranks; averaged over the layers. 1 is balanced.",
+                "all ranks that have the layer; averaged over the layers. 1 is balanced.",
             ),
             "with `--expert_parallel`: tokens that the experts of the busiest rank get in a layer, "
-            "divided by the mean over all ranks; averaged over the layers. The busiest rank sets "
-            "the pace and has the largest activations",
+            "divided by the mean over all ranks that have the layer; averaged over the layers. The "
+            "busiest rank sets the pace and has the largest activations",
         ),
     )
 
@@ -36,14 +36,15 @@ class ExpertRanks(Feature):
     def attach(self, run: RunParts) -> None:
         from zerolm.model.experts import expert_modules
 
-        self.rank, self.ranks, self.device = run.rank, run.layout.world_size, run.device
-        self.layers = list(expert_modules(run.engine.module).values())
-        self.rows = [0] * len(self.layers)
+        self.device = run.device
+        self.with_same_layers = run.layout.axis("zero", run.rank)
+        self.layers = expert_modules(run.engine.module)
+        self.rows = dict.fromkeys(self.layers, 0)
         self.measuring, self.imbalance = False, 0.0
 
     def begin(self, step: StepInputs) -> None:
         self.measuring = step.number % self.settings.log_interval == 0
-        self.rows = [0] * len(self.layers)
+        self.rows = dict.fromkeys(self.layers, 0)
 
     def forward(self, batch: Batch) -> AbstractContextManager[None]:
         return self._counting()
@@ -51,24 +52,23 @@ class ExpertRanks(Feature):
     @contextmanager
     def _counting(self) -> Any:
         yield
-        for number, layer in enumerate(self.layers):
-            self.rows[number] += layer.zerolm_rows
+        for name, layer in self.layers.items():
+            self.rows[name] += layer.zerolm_rows
 
     def sums(self, losses: Sequence[Any]) -> Mapping[str, Any]:
         import torch
 
         if not self.measuring:
             return {}
-        rows = torch.zeros(len(self.layers), self.ranks, dtype=torch.float64)
-        rows[:, self.rank] = torch.tensor(self.rows, dtype=torch.float64)
-        return {"rows": {"by_rank": rows.flatten().to(self.device)}}
+        ranks = self.with_same_layers
+        by_rank = torch.zeros(len(self.rows), ranks.size, dtype=torch.float64)
+        by_rank[:, ranks.index] = torch.tensor([*self.rows.values()], dtype=torch.float64)
+        return {"rows": dict(zip(self.rows, by_rank.to(self.device), strict=True))}
 
     def summed(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
         if not figures:
             return
-        rows = figures["rows"]["by_rank"]
-        layers = [rows[start : start + self.ranks] for start in range(0, len(rows), self.ranks)]
-        ratios = [max(each) * len(each) / sum(each) for each in layers]
+        ratios = [max(each) * len(each) / sum(each) for each in figures["rows"].values()]
         self.imbalance = sum(ratios) / len(ratios)
 
     def row(self, result: Any) -> Row:

@@ -90,12 +90,13 @@ def build_model(
         returned = stages.values_returned(config)
         stages.cut(model, stage_groups.stage, stage_layers, returned)
         _cast_parameters(model, dtype)
-        stages.allocate(model, device)
     else:
         with partitioned_while_built(zero3_config):
             model = construct(config, dtype, attn_implementation)
     if expert_degree > 1:
         experts.divide(model, expert_degree)
+    if stage_groups is not None:
+        stages.allocate(model, device)
     if zero3_config is None:
         torch.nn.Module.to(model, device)
     else:
@@ -200,7 +201,7 @@ def _fill(
         for writer, names in enumerate(wave):
             own = names if stage_groups is None else [each for each in names if each in parameters]
             targets = [parameters[name] for name in own]
-            with gathered(targets, modifier_rank=ranks[writer]), torch.no_grad():
+            with gathered(targets, ranks[writer], group), torch.no_grad():
                 if index == writer:
                     for name, target in zip(own, targets, strict=True):
                         target.copy_(values[name])

@@ -49,16 +49,19 @@ def memory_bytes(
     weight_bytes: int,
     recomputed: bool,
     imbalance: float = IMBALANCE,
+    stored: int = 1,
 ) -> int:
-    """Return the bytes that a micro-batch takes in addition to the activations of whole experts.
+    """Return the bytes that micro-batches take in addition to the activations of whole experts.
 
     Args:
+        shapes: of the layers on a rank.
         tokens: number of tokens in a rank's micro-batch.
         recomputed: whether layers are recomputed, so that only one keeps its rows.
         imbalance: see `busiest_share`.
+        stored: number of micro-batches whose activations the rank stores at once.
     """
     if layout.experts == 1:
         return 0
     busiest = busiest_share(layout, imbalance)
-    kept = KEPT_COPIES * (busiest - 1) * (1 if recomputed else num_layers(shapes))
+    kept = KEPT_COPIES * (busiest - 1) * (1 if recomputed else stored * num_layers(shapes))
     return int(tokens * row_bytes(config, weight_bytes) * (kept + LIVE_COPIES * busiest))

@@ -335,19 +335,23 @@ def stage_activations(
 
 
 def stage_bytes(
+    config: "PretrainedConfig",
     shapes: Shapes,
     profile: Profile,
     layout: Layout,
     found: activation_memory.Activations,
     checkpointing: Recompute,
+    seq_len: int,
     sequences: int,
     micro_batches: int,
     kept_bytes: int = 0,
+    rank_imbalance: float = exchange.IMBALANCE,
 ) -> list[int]:
     """Return the peak bytes of each pipeline stage: states, buffers and activations.
 
     Args:
         found: activations of a sequence in the whole model.
+        seq_len: tokens of a sequence.
         sequences: in a micro-batch.
         micro_batches: of a step on a replica.
     """
@@ -357,7 +361,10 @@ def stage_bytes(
         own, _ = shapes_of_rank(shapes, layout, layers, stage)
         states = model_states(shapes, profile, layout, kept_bytes=kept_bytes, stage=stage)
         activations = stage_activations(found, layers, stage, micro_batches)
-        peak = activations.peak(checkpointing, sequences)
+        peak = activations.peak(checkpointing, sequences) + exchange.memory_bytes(
+            config, own, layout, sequences * seq_len, profile.weight_bytes, bool(checkpointing),
+            rank_imbalance, min(layout.stages - stage, micro_batches),
+        )  # fmt: skip
         total.append(states.device + sum(buffer_bytes(own, profile)) + peak)
     return total
 
@@ -422,8 +429,9 @@ def fitting_micro_batch(
 
         def fits(size: int) -> bool:
             used = stage_bytes(
-                shapes, profile, layout, found, checkpointing, size, per_rank // size, kept_bytes
-            )
+                config, shapes, profile, layout, found, checkpointing, seq_len, size,
+                per_rank // size, kept_bytes, rank_imbalance,
+            )  # fmt: skip
             return max(used) <= free
 
         enough = [size for size in sizes if per_rank // size >= layout.stages]

@@ -1,5 +1,5 @@
-"""Parameter shapes and config of the part of the model that one rank has, under tensor parallelism
-with divided experts, or in pipeline stages.
+"""Parameter shapes and config of the part of the model that one rank has: under tensor parallelism,
+with divided experts, and in pipeline stages.
 
 Reproduces the sharding of DeepSpeed 0.19.8's AutoTP without importing it, for estimates of memory
 and time.
@@ -80,7 +80,10 @@ def shapes_of_rank(
         stage: the pipeline stage; None: the largest.
     """
     if layout.stages > 1:
-        found = shapes_of_stages(shapes, layers or even_layers(shapes, layout.stages))
+        found = [
+            shapes_of_rank(each, layout._replace(stages=1))[0]
+            for each in shapes_of_stages(shapes, layers or even_layers(shapes, layout.stages))
+        ]
         if stage is None:
             return max(found, key=lambda each: sum(map(math.prod, each.values()))), layout.shards
         return found[stage], layout.shards

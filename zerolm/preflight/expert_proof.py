@@ -3,7 +3,8 @@
 For `--expert_parallel`. Threads of this process are the ranks of an expert group: each has its
 slice of the experts and its own rows, and they exchange tokens in memory. Logits and the gradient
 of every parameter are compared with those of a copy with whole experts that gets all rows, so no
-list of model types is needed. `model_proof` must have found no problem.
+list of model types is needed. With `pipeline.stages`, each rank's copy is also cut into stages.
+`model_proof` must have found no problem.
 """
 
 import threading
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import reason
 from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
 from zerolm.model.architecture import ConfigKey, num_experts
 from zerolm.model.model import Model
+from zerolm.preflight import stage_proof
 from zerolm.preflight.model_proof import computable_copy, kernels, trial_tokens, was_proven
 
 if TYPE_CHECKING:
@@ -26,89 +29,99 @@ TOLERANCE = 1e-4
 SECONDS = 60.0  # until a thread that waits for the others gives up
 
 
-def problems(model: Model, settings: Settings, found: Any) -> list[str]:
+def problems(
+    model: Model, settings: Settings, found: Any, profile: Profile | None = None
+) -> list[str]:
     """Return why the experts cannot be divided, unless the run's record says that they can."""
     if settings.expert_parallel is None or found.problems:
         return []
-    if not settings.check and was_proven(model, settings):
+    stages = 1 if profile is None else min(stage_proof.STAGES, profile.stages)
+    known = stages == 1 or stage_proof.began_in_stages(settings)
+    if not settings.check and known and was_proven(model, settings):
         return []
     from zerolm.preflight.observed_model import quiet  # imports torch
 
     where = f"{settings.where('expert_parallel')}: {settings.expert_parallel}"
+    how = "with divided experts" + (" in pipeline stages" if stages > 1 else "")
     with quiet():
         small, tokens = computable_copy(ConfigKey.of(model.config), trial_tokens(settings.seq_len))
         try:
-            wrong = differences(small, tokens)
+            wrong = differences(small, tokens, stages)
         except Exception as error:  # any class: a model's own code may not run divided
-            text = f"a small copy with divided experts cannot be computed ({reason(error)})"
+            text = f"a small copy {how} cannot be computed ({reason(error)})"
         else:
             if not wrong:
                 return []
             names = ", ".join(list(wrong)[:4])
-            text = (
-                f"with divided experts, {names} of a small copy differ by {max(wrong.values()):.1e}"
-            )
+            text = f"{how}, {names} of a small copy differ by {max(wrong.values()):.1e}"
     return [
         f"{where}: {model.path}: {model.config.model_type}: {text}. Use ZeRO-3 instead of the flag."
     ]
 
 
-def differences(config: "PretrainedConfig", tokens: int) -> dict[str, float]:
-    """Return {parameter, or "logits": difference} of divided from whole experts, where it exceeds
-    `TOLERANCE`, relative to the largest value.
+def differences(config: "PretrainedConfig", tokens: int, stages: int = 1) -> dict[str, float]:
+    """Return {parameter, "logits" or "loss": difference} of divided from whole experts, where it
+    exceeds `TOLERANCE`, relative to the largest value.
 
     Args:
         tokens: in a row.
+        stages: number of pipeline stages into which the model is cut too.
     """
     import torch
 
-    from zerolm.engine.experts import divided_parameters
+    from zerolm.model.experts import expert_parameters
     from zerolm.preflight.observed_model import build_with_large_weights
 
     experts, _ = num_experts(config)
     degree = next(size for size in range(2, (experts or 2) + 1) if (experts or 2) % size == 0)
+    config = stage_proof.deep_enough(config, stages)
     whole = build_with_large_weights(config, kernels(config)[0]).eval()
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (2 * degree, tokens), generator=generator)
-    expected = _outputs(whole, ids)
-    ranks = _divided(whole, degree)
+    batch = stage_proof.batch_of(whole, tokens, 2 * degree)
+    ranks = _divided(whole, degree, stages)
+    right = _outputs(whole, batch, stages)
     parts: list[Any] = [None] * degree
-    _in_threads(
-        lambda rank: parts.__setitem__(rank, _outputs(ranks[rank], ids[2 * rank :][:2])), degree
-    )
-    found = {"logits": torch.cat([logits for logits, _ in parts])}
-    divided = divided_parameters(ranks[0])
-    for name in expected[1]:
-        gradients = [part[name] for _, part in parts]
-        found[name] = torch.cat(gradients) if name in divided else torch.stack(gradients).sum(0)
-    right = {"logits": expected[0], **expected[1]}
-    apart = {
-        name: float((values - right[name]).abs().max() / right[name].abs().max().clamp_min(1e-30))
-        for name, values in found.items()
-    }
+
+    def compute(rank: int) -> None:
+        rows = {name: each[2 * rank :][:2] for name, each in batch.items()}
+        parts[rank] = _outputs(ranks[rank], rows, stages)
+
+    _in_threads(compute, degree)
+    joined = {*expert_parameters(whole), "logits"}
+    apart = {}
+    for name, expected in right.items():
+        values = [part[name] for part in parts]
+        got = torch.cat(values) if name in joined else torch.stack(values).sum(0)
+        largest = expected.abs().max().clamp_min(1e-30)
+        apart[name] = float((got - expected).abs().max() / largest)
     return {name: each for name, each in apart.items() if not each <= TOLERANCE}
 
 
-def _outputs(model: Any, ids: "torch.Tensor") -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:
-    """Return the logits, and the gradient of each parameter of a loss that is a sum over rows."""
+def _outputs(model: Any, batch: dict[str, "torch.Tensor"], stages: int) -> dict[str, Any]:
+    """Return the logits, or with stages the loss, and the gradient of each parameter of a loss that
+    is a sum over rows.
+
+    Args:
+        model: a list of stages, if it is cut.
+    """
     import torch
 
     with torch.enable_grad():
-        logits = model(input_ids=ids, use_cache=False).logits.float()
+        if isinstance(model, list):
+            return stage_proof.in_stages(model, batch)[0]
+        if stages > 1:
+            return stage_proof.of_whole(model, batch)
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
         losses = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"
         )
         losses.backward()
-    gradients = {
-        name: torch.zeros_like(each) if each.grad is None else each.grad
-        for name, each in model.named_parameters()
-    }
-    return logits.detach(), gradients
+    return {"logits": logits.detach(), **stage_proof.gradients(model)}
 
 
-def _divided(whole: Any, degree: int) -> list[Any]:
-    """Return a model for each rank, with its slices of the whole model's experts."""
+def _divided(whole: Any, degree: int, stages: int) -> list[Any]:
+    """Return a model for each rank, or a list of its stages, with its slices of the whole model's
+    experts.
+    """
     import copy
 
     import torch
@@ -117,14 +130,14 @@ def _divided(whole: Any, degree: int) -> list[Any]:
 
     names, group, ranks = set(expert_parameters(whole)), _Group(degree), []
     for rank in range(degree):
-        model = copy.deepcopy(whole)
-        model.zero_grad()
-        divide(model, degree, group.of(rank))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in names:
-                    parameter.copy_(whole.get_parameter(name).chunk(degree)[rank])
-        ranks.append(model)
+        models = [copy.deepcopy(whole)] if stages == 1 else stage_proof.stages_of(whole, stages)
+        for model in models:
+            divide(model, degree, group.of(rank))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in names:
+                        parameter.copy_(whole.get_parameter(name).chunk(degree)[rank])
+        ranks.append(models if stages > 1 else models[0])
     return ranks
 
 

@@ -30,7 +30,7 @@ def problems(model: Model, settings: Settings, profile: Profile, found: Any) -> 
     """Return why the model cannot be cut, unless the run's record says that it can."""
     if profile.stages == 1 or found.problems:
         return []
-    if not settings.check and was_proven(model, settings) and _began_in_stages(settings):
+    if not settings.check and was_proven(model, settings) and began_in_stages(settings):
         return []
     from zerolm.preflight.observed_model import quiet  # imports torch
 
@@ -51,7 +51,7 @@ def problems(model: Model, settings: Settings, profile: Profile, found: Any) -> 
     return [f"{where}: {model.path}: {model.config.model_type}: {text}. {USE}."]
 
 
-def _began_in_stages(settings: Settings) -> bool:
+def began_in_stages(settings: Settings) -> bool:
     """Return whether the run's record says that it has pipeline stages, which were proven then."""
     record = (find_run_json(settings.run_dir) if settings.run_dir else None) or {}
     return Profile.parse(block(record, "ds_config")).stages > 1
@@ -67,25 +67,15 @@ def differences(config: "PretrainedConfig", tokens: int, stages: int = STAGES) -
     """
     import torch
 
-    from zerolm.model.stages import cut, values_returned
-    from zerolm.plan.stage_share import divide
     from zerolm.preflight.observed_model import build_with_large_weights
 
-    depth = config.get_text_config().num_hidden_layers
-    if depth < stages:
-        config = with_depth(config, stages)
-        depth = config.get_text_config().num_hidden_layers
+    config = deep_enough(config, stages)
     whole = build_with_large_weights(config, kernels(config)[0]).eval()
-    batch = _batch(whole, tokens)
-    layers = divide([1.0] * depth, stages)
-    returned = values_returned(config)
-    models = []
-    for index in range(len(layers)):
-        models.append(copy.deepcopy(whole))
-        cut(models[-1], index, layers, returned)
+    batch = batch_of(whole, tokens)
+    models = stages_of(whole, stages)
     with torch.enable_grad():
-        expected = _whole(whole, batch)
-        found, owners = _in_stages(models, batch)
+        expected = of_whole(whole, batch)
+        found, owners = in_stages(models, batch)
     wrong = {}
     for name, values in expected.items():
         largest = float(values.abs().max().clamp_min(1e-30))
@@ -101,31 +91,56 @@ def differences(config: "PretrainedConfig", tokens: int, stages: int = STAGES) -
     return wrong
 
 
-def _batch(model: Any, tokens: int) -> dict[str, "torch.Tensor"]:
+def deep_enough(config: "PretrainedConfig", stages: int) -> "PretrainedConfig":
+    """Return a config with a layer for each stage, or more."""
+    depth = config.get_text_config().num_hidden_layers
+    return config if depth >= stages else with_depth(config, stages)
+
+
+def stages_of(whole: Any, stages: int) -> list[Any]:
+    """Return copies of a model, cut into stages."""
+    from zerolm.model.stages import cut, values_returned
+    from zerolm.plan.stage_share import divide
+
+    layers = divide([1.0] * whole.config.get_text_config().num_hidden_layers, stages)
+    returned, models = values_returned(whole.config), []
+    for index in range(stages):
+        models.append(copy.deepcopy(whole))
+        cut(models[-1], index, layers, returned)
+    return models
+
+
+def batch_of(model: Any, tokens: int, rows: int = 2) -> dict[str, "torch.Tensor"]:
+    """Return a batch of random tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (2, tokens + 1), generator=generator)
+    ids = torch.randint(0, vocabulary, (rows, tokens + 1), generator=generator)
     return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def _whole(model: Any, batch: dict[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+def of_whole(model: Any, batch: dict[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
     """Return the loss of a batch, and the gradient of each parameter."""
-    import torch
 
     from zerolm.model.forward import token_losses
 
     loss = token_losses(model, batch)[0].sum()
     loss.backward()
-    gradients = {
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def gradients(model: Any) -> dict[str, "torch.Tensor"]:
+    """Return the gradient of each parameter, zeros if it got none."""
+    import torch
+
+    return {
         name: torch.zeros_like(each) if each.grad is None else each.grad
         for name, each in model.named_parameters()
     }
-    return {"loss": loss.detach(), **gradients}
 
 
-def _in_stages(
+def in_stages(
     stages: list[Any], batch: dict[str, "torch.Tensor"]
 ) -> tuple[dict[str, "torch.Tensor"], dict[str, int]]:
     """Return the same of a model's stages, and the number of stages that have each parameter."""
@@ -148,8 +163,7 @@ def _in_stages(
     found: dict[str, torch.Tensor] = {}
     owners: dict[str, int] = {"loss": 1}
     for stage in reversed(stages):
-        for name, each in stage.named_parameters():
-            own = torch.zeros_like(each) if each.grad is None else each.grad
+        for name, own in gradients(stage).items():
             found[name] = found[name] + own if name in found else own
             owners[name] = owners.get(name, 0) + 1
     return {"loss": loss.detach(), **found}, owners

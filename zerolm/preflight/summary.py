@@ -113,8 +113,9 @@ def _stage_memory(plan: Plan, kept: int) -> str:
         chunk_tokens=settings.loss_chunk_tokens,
     )  # fmt: skip
     used = memory.stage_bytes(
-        plan.model.shapes, plan.ds, plan.layout, found, settings.gradient_checkpointing,
-        settings.micro_batch_size, plan.ds.accumulation or 1, kept,
+        plan.model.config, plan.model.shapes, plan.ds, plan.layout, found,
+        settings.gradient_checkpointing, settings.seq_len, settings.micro_batch_size,
+        plan.ds.accumulation or 1, kept,
     )  # fmt: skip
     return f"by stage, about {', '.join(map(shown_bytes, used))}"
 

@@ -60,7 +60,7 @@ def build_engine(
         logger.setLevel(logging.WARNING)
     existing = pretrained.verified(plan.initial)
     if plan.layout.experts > 1:
-        experts.create_groups(plan.layout.experts)
+        experts.create_groups(plan.layout.experts, plan.layout.stages)
     groups = None
     if plan.layout.stages > 1:
         groups = StageGroups(plan.layout.stages, flight_recorder.TRANSFERS)
