@@ -10,7 +10,9 @@ from tests import tracked
 NO_RANKS = {"rank", "world_size", "num_ranks"}  # zerolm/data knows shards of a stream
 STAGE = re.compile(r"stages?(?=_|$)")
 # Their stages are those of a pipeline.
-OF_PIPELINE = {"micro_batches", "engine_building", "checks", "stage_proof", "summary"}
+OF_PIPELINE = {
+    "micro_batches", "engine_building", "checks", "stage_proof", "expert_proof", "summary",
+}  # fmt: skip
 OWN_STAGES = re.compile(r"zero_stage|data_stage|(^|_)stage_?[123]")
 
 

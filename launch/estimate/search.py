@@ -105,10 +105,12 @@ def search(
         profiles += [profile_of(stage, offload, hardware) for offload in offloads]
     given = settings.gradient_checkpointing
     options = [(profile, settings) for profile in profiles + zeropp_profiles(*place)]
-    if not settings.expert_parallel and (degree := expert_degree(model, *place[1:])) > 1:
-        options += [divided(stage, degree, settings, hardware) for stage in (1, 2, 3)]
+    alone = [profile_of(stage, "none", hardware) for stage in (1, 2, 3)]
     if (staged := in_stages(model, *place)) is not None:
         options.append((staged, settings))
+        alone.append(staged)
+    if not settings.expert_parallel and (degree := expert_degree(model, *place[1:])) > 1:
+        options += [divided(profile, degree, settings) for profile in alone]
     for profile, own in options:
         for recompute in (given,) if given else RECOMPUTE_LEVELS:
             variant = dataclasses.replace(own, gradient_checkpointing=recompute)
@@ -151,12 +153,14 @@ def faster(
         tensor = {"tensor_parallel": {"autotp_size": degree}}
         name = f"ZeRO-1 + {degree} tensor parallel"
         profiles.append(Profile.parse({**first.json, **tensor}, name))
+    alone = [first, second, profile_of(3, "none", hardware)]
     if (staged := in_stages(run.model, *place)) is not None:
         profiles.append(staged)
+        alone.append(staged)
     tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
     if (degree := expert_degree(run.model, *place[1:])) > 1:
-        for stage in (1, 2, 3):
-            other, variant = divided(stage, degree, settings, hardware)
+        for each in alone:
+            other, variant = divided(each, degree, settings)
             tried.append(_best(run.model, variant, other, place, assumed))
     enough = (1 - WORTH_NAMING) * step.seconds
     usable = [each for each in tried if each.rejected is None and each.step_seconds < enough]
@@ -245,13 +249,10 @@ def break_even(candidates: list[Candidate], assumed: Assumptions) -> str | None:
     return f"note: {names[0]} are faster than {names[1]} below about {low:.2g} Gb/s a host"
 
 
-def divided(
-    stage: int, degree: int, settings: Settings, hardware: Hardware
-) -> tuple[Profile, Settings]:
+def divided(profile: Profile, degree: int, settings: Settings) -> tuple[Profile, Settings]:
     """Return the profile and settings of a run with experts divided over `degree` ranks."""
-    name = f"{_name(stage, 'none')} + experts over {degree}"
-    profile = _changed(f"zero{stage}", name, hardware, {})
-    return profile, dataclasses.replace(settings, expert_parallel=degree)
+    named = Profile.parse(profile.json, f"{profile.name} + experts over {degree}")
+    return named, dataclasses.replace(settings, expert_parallel=degree)
 
 
 def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> list[Profile]:

@@ -76,9 +76,9 @@ def of_all_stages(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for model in models[1:]:
         joined["module"] = {**model["module"], **joined["module"]}
         joined["shared_params"] = {**joined["shared_params"], **model["shared_params"]}
-        degree, divided = divided_experts(joined)
-        more = divided_experts(model)[1]
-        joined[EXPERTS] = {"degree": degree, "parameters": [*divided, *more]}
+        degree, experts = divided_experts(joined)
+        other, more = divided_experts(model)
+        joined[EXPERTS] = {"degree": max(degree, other), "parameters": [*experts | more]}
         known = set(joined["buffer_names"])
         new = [name for name in model["buffer_names"] if name not in known]
         joined["buffer_names"] = [*joined["buffer_names"], *new]

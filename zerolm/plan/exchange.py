@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from zerolm.distributed.layout import Layout
 from zerolm.model.architecture import is_routed_expert, num_experts
 from zerolm.model.model import hidden_size
-from zerolm.plan.rank_share import Shapes
+from zerolm.plan.rank_share import IN_A_BLOCK, Shapes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,8 +32,8 @@ def busiest_share(layout: Layout, imbalance: float) -> float:
 
 def num_layers(shapes: Shapes) -> int:
     """Return the number of layers with routed experts."""
-    names = filter(is_routed_expert, shapes)
-    return len({name.partition(".experts.")[0] for name in names})
+    places = (IN_A_BLOCK.match(name) for name in filter(is_routed_expert, shapes))
+    return len({place[0] for place in places if place})
 
 
 def row_bytes(config: "PretrainedConfig", weight_bytes: int) -> int:

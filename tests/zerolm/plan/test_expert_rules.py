@@ -1,6 +1,7 @@
 """What `--expert_parallel` cannot be combined with, and the layout and memory that it gives."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -10,9 +11,11 @@ from tests.launching import LLAMA
 from zerolm.distributed.layout import Axis, Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.topology import layout_of
+from zerolm.model.architecture import parameter_shapes
+from zerolm.model.model import Model
 from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory
-from zerolm.plan.expert_rules import host_problems, problems
+from zerolm.plan.expert_rules import host_problems, problems, stage_problems
 
 ZERO1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text()) | {"bf16": {"enabled": True}}
 MIXTRAL = {
@@ -55,6 +58,50 @@ def test_a_rank_has_its_experts_and_a_share_of_the_states_of_both_kinds():
     assert states.optimizer == 8 * (800 // 8) + 4 * (200 // 2), "moments, momentum"
     sizes = [memory.checkpoint_bytes(shapes, profile, experts=degree) for degree in (1, 4)]
     assert sizes[0] - sizes[1] == 2 * 600, "the weights of other ranks' experts"
+
+
+def test_each_pipeline_stage_divides_the_experts_of_its_layers():
+    staged = {**ZERO1, "pipeline": {"stages": 2}}
+    layout, lines = found(staged, 2, world_size=8)
+    assert not lines and layout == Layout(8, stages=2, experts=2)
+    assert layout.axis("experts", 5) == Axis(2, 1, range(4, 6)), "replicas of a stage"
+    assert layout.weight_copies("experts", 5) == Axis(2, 0, range(5, 9, 2))
+    assert layout.weight_copies(None, 5) == Axis(4, 1, range(4, 8))
+    described = "4 data parallel x 2 stages, experts divided over 2 ranks each"
+    assert layout.describe() == described
+    layout, [line] = found(staged, 4, world_size=4)
+    assert layout == Layout(4, stages=2) and "divided into 2 pipeline stages" in line
+    shapes = {
+        "embed.weight": (80, 10),
+        "layers.0.mlp.experts.gate_up_proj": (8, 10, 10),
+        "layers.1.mlp.experts.gate_up_proj": (8, 10, 10),
+    }
+    profile = Profile.parse({**staged, "gradient_accumulation_steps": 1})
+    for stage, dense in ((0, 800), (1, 800)):  # the embeddings are tied
+        states = memory.model_states(shapes, profile, Layout(8, stages=2, experts=2), stage=stage)
+        assert states.weights == 2 * (dense + 400)
+        assert states.master == 4 * (dense // 4 + 400 // 2)
+    sizes = [memory.checkpoint_bytes(shapes, profile, experts=degree) for degree in (1, 2)]
+    assert sizes[0] - sizes[1] == 2 * 800, "the weights of other ranks' experts"
+
+
+def test_a_stage_without_experts_is_refused():
+    config = AutoConfig.for_model(**{**MIXTRAL, "num_hidden_layers": 4})
+    shapes = {name: each for name, each in parameter_shapes(config).items() if ".0." not in name}
+    shapes["model.layers.0.mlp.down_proj.weight"] = (8, 8)
+    settings = RunSettings(expert_parallel=2)
+
+    def problems_of(*layers: int) -> list[str]:
+        block = {"pipeline": {"stages": 2, "layers": [*layers]}}
+        plan = SimpleNamespace(
+            layout=Layout(4, stages=2, experts=2), settings=settings,
+            ds=Profile.parse({**ZERO1, **block}, "ds.json"), model=Model("m.json", config, shapes),
+        )  # fmt: skip
+        return stage_problems(plan)
+
+    assert problems_of(2, 2) == []
+    [line] = problems_of(1, 3)
+    assert "pipeline.layers: [1, 3]: stage 0 (from 0) has no experts" in line
 
 
 def zero(stage: int = 1, **keys) -> dict:

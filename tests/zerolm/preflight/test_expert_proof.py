@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.end_to_end.test_expert_parallel import MODELS
 from tests.model_families.toy_configs import toy_config
 from zerolm.common.errors import Findings
+from zerolm.ds_config.profile import Profile
 from zerolm.model import experts
 from zerolm.model.architecture import ConfigKey, meta_model, num_experts
 from zerolm.model.model import Model
@@ -16,19 +17,25 @@ from zerolm.preflight import expert_proof
 from zerolm.preflight.model_proof import computable_copy
 from zerolm.preflight.observed_model import quiet
 
+STAGES = Profile.parse({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}, "ds.json")
 # Their experts are a loop of their own, or a product of another shape.
 NOT_FUSED = {"dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"}
 
 
-def proven(config) -> list[str]:
+def proven(config, profile=None) -> list[str]:
     model = Model("m.json", config, {})
     settings = RunSettings(expert_parallel=2, check=True, model_config="m.json")
-    return expert_proof.problems(model, settings, Findings())
+    return expert_proof.problems(model, settings, Findings(), profile)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_divided_experts_have_the_gradients_of_whole_ones(name):
     assert proven(AutoConfig.for_model(**MODELS[name])) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_with_divided_experts_have_the_gradients_of_a_whole_model(name):
+    assert proven(AutoConfig.for_model(**MODELS[name]), STAGES) == []
 
 
 def test_without_the_flag_or_with_other_problems_nothing_is_computed(monkeypatch):
@@ -60,9 +67,10 @@ def test_wrong_experts_are_refused_by_name(wrong, monkeypatch):
         ALL_EXPERTS_FUNCTIONS.register(experts.IMPLEMENTATION, wrong)
 
     monkeypatch.setattr(experts, "_register", register)
-    [line] = proven(AutoConfig.for_model(**MODELS["mixtral"]))
-    assert "--expert_parallel: 2: m.json: mixtral" in line and line.endswith("of the flag.")
-    assert "logits" in line or "cannot be computed" in line
+    for profile, words in ((None, "logits"), (STAGES, "in pipeline stages, loss")):
+        [line] = proven(AutoConfig.for_model(**MODELS["mixtral"]), profile)
+        assert "--expert_parallel: 2: m.json: mixtral" in line and line.endswith("of the flag.")
+        assert words in line or "cannot be computed" in line
 
 
 @pytest.mark.soak
