@@ -84,7 +84,6 @@ def has_stages(draw: Draw) -> bool:
     features = {"compile", "fp8", "qk_clip", "completep", "integrity", "memory_copies"}
     on = features & {name for name, value in draw.items() if value == ON}
     excluded = on or draw["schedule"] == "warmup_lr" or draw["ranks"] == "1"
-    excluded = excluded or draw["experts"] != "plain" or draw["model"] in ("mixtral", "qwen3_next")
     # Faults are injected into the loss of the first rank, which has none.
     excluded = excluded or draw["between"] in ("samples", *FAULTS)
     return not excluded and draw["optimizer"] == "adamw"

@@ -17,15 +17,28 @@ import torch
 from torch import distributed
 from torch.distributed import P2POp, irecv, isend
 
-Forward = Callable[[int, torch.Tensor | None], torch.Tensor | None]
-Backward = Callable[[int, torch.Tensor | None], torch.Tensor | None]
+
+class Message(NamedTuple):
+    """What a stage sends to a neighbour.
+
+    Attributes:
+        values: hidden states or their gradient, (B, T, H).
+        counts: integers that accompany them; None is zeros.
+    """
+
+    values: torch.Tensor
+    counts: torch.Tensor | None = None
 
 
 class Arrived(NamedTuple):
     """What has arrived in an exchange: from the previous stage, and from the next one."""
 
-    states: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
+    states: Message | None = None
+    gradient: Message | None = None
+
+
+Forward = Callable[[int, Message | None], Message | None]
+Backward = Callable[[int, Message | None], Message | None]
 
 
 class Link:
@@ -41,6 +54,7 @@ class Link:
         width: number of values in a hidden state.
         dtype: of hidden states and gradients.
         tick: called before each exchange.
+        num_counts: number of integers in each message.
 
     Attributes:
         waited_seconds: time in exchanges since `reset`, on a CPU.
@@ -57,10 +71,12 @@ class Link:
         dtype: torch.dtype,
         device: torch.device,
         tick: Callable[[], None] = lambda: None,
+        num_counts: int = 0,
     ):
         self.stage, self.stages = stage, len(peers)
         self.group, self._transfers = group, transfers
         self.width, self.dtype, self.device = width, dtype, device
+        self.num_counts = num_counts
         self._previous = peers[stage - 1] if stage else None
         self._next = peers[stage + 1] if stage < len(peers) - 1 else None
         self._last, self._tick = peers[-1], tick
@@ -85,8 +101,8 @@ class Link:
         self,
         shape: Sequence[int],
         *,
-        states: torch.Tensor | None = None,
-        gradient: torch.Tensor | None = None,
+        states: Message | None = None,
+        gradient: Message | None = None,
         wants_states: bool = False,
         wants_gradient: bool = False,
     ) -> Arrived:
@@ -94,34 +110,45 @@ class Link:
 
         Args:
             shape: (B, T) of the micro-batches; all of a step have the same.
-            states: to the next stage, (B, T, H); ignored on the last stage.
-            gradient: to the previous stage, (B, T, H); ignored on the first stage.
+            states: to the next stage; ignored on the last stage.
+            gradient: to the previous stage; ignored on the first stage.
             wants_states: whether the previous stage sends; ignored on the first stage.
             wants_gradient: whether the next stage sends; ignored on the last stage.
         """
         operations, found = [], {}
         for sent, peer in ((states, self._next), (gradient, self._previous)):
             if sent is not None and peer is not None:
-                values = sent.detach().contiguous()
+                values = sent.values.detach().contiguous()
                 assert values.dtype == self.dtype, (values.dtype, self.dtype)
                 assert values.shape == (*shape, self.width), (values.shape, shape, self.width)
-                self.sent_bytes += values.nbytes
-                operations.append(P2POp(isend, values, peer, self._transfers))
+                self.sent_bytes += values.nbytes + 8 * self.num_counts
+                operations += self._operations(isend, values, sent.counts, peer)
         wanted = {
             "states": (wants_states, self._previous),
             "gradient": (wants_gradient, self._next),
         }
         for name, (is_wanted, peer) in wanted.items():
             if is_wanted and peer is not None:
-                found[name] = torch.empty(
-                    (*shape, self.width), dtype=self.dtype, device=self.device
-                )
-                operations.append(P2POp(irecv, found[name], peer, self._transfers))
+                values = torch.empty((*shape, self.width), dtype=self.dtype, device=self.device)
+                found[name] = Message(values, self._no_counts())
+                operations += self._operations(irecv, *found[name], peer)
         if operations:
             self._tick()
             with _Waiting(self):
                 wait_for_neighbours(operations)
         return Arrived(**found)
+
+    def _no_counts(self) -> torch.Tensor:
+        return torch.zeros(self.num_counts, dtype=torch.int64, device=self.device)
+
+    def _operations(
+        self, operation: Any, values: torch.Tensor, counts: torch.Tensor | None, peer: int
+    ) -> list[P2POp]:
+        found = [P2POp(operation, values, peer, self._transfers)]
+        if self.num_counts:
+            counts = self._no_counts() if counts is None else counts
+            found.append(P2POp(operation, counts, peer, self._transfers, tag=1))
+        return found
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Replace values by those of the last stage, in place, and return them. Every stage must
@@ -172,10 +199,10 @@ def one_forward_one_backward(
 
     Args:
         shape: (B, T) of each micro-batch.
-        forward: takes a micro-batch's number and the previous stage's hidden states; returns those
-            to send. Neither exists at the ends.
-        backward: takes a micro-batch's number and the gradient of what was sent; returns that of
-            what was received. Called in the order of the numbers.
+        forward: takes a micro-batch's number and the previous stage's message; returns the one to
+            send. Neither exists at the ends.
+        backward: takes a micro-batch's number and the message with the gradient of what was sent;
+            returns that of what was received. Called in the order of the numbers.
     """
     ahead = min(link.stages - link.stage - 1, count)  # forward passes before the first backward
     for number in range(ahead):

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolm.config.flag import real, switch
-from zerolm.features.feature import Batch, Case, Feature, Forward, Row, RunParts, StepInputs
+from zerolm.features.feature import Batch, Case, Feature, Row, RunParts, StepInputs
 from zerolm.run_dir.metrics import Z_LOSS, Metric, Panel
 
-NO_STAGES = {"stages": "routers are on several stages"}
 ROUTER_CHOICE = Panel(
     "Router choice",
     smooth=True,
@@ -77,14 +76,12 @@ class ExpertBalance(Feature):
             "load by X, and lower the others'; 0.001 is typical, 0: off",
             default=0.0,
             changes_curve=True,
-            not_with=NO_STAGES,
         )
         global_router_loss: bool = switch(
             "model",
             "mixture of experts: compute the router loss over the global batch instead of each "
             "micro-batch",
             changes_curve=True,
-            not_with=NO_STAGES,
         )
         router_z_loss: float = real(
             "model",
@@ -92,7 +89,6 @@ class ExpertBalance(Feature):
             "typical, 0: off",
             default=0.0,
             changes_curve=True,
-            not_with=NO_STAGES,
         )
 
     @classmethod
@@ -135,13 +131,7 @@ class ExpertBalance(Feature):
         """Report that a router loss depends on the micro-batch size, because the loss multiplies
         means over a micro-batch.
         """
-        from zerolm.model.architecture import experts_per_token, router_loss_coefficient
-
-        if case.layout.stages > 1 and experts_per_token(case.config) is not None:
-            yield (
-                f"{case.settings.deepspeed_config}: pipeline.stages: the metrics of routers are "
-                f"not measured"
-            )
+        from zerolm.model.architecture import router_loss_coefficient
 
         if router_loss_coefficient(case.config) and not case.settings.global_router_loss:
             yield (
@@ -164,15 +154,10 @@ class ExpertBalance(Feature):
 
     @classmethod
     def wanted(cls, plan: Any) -> bool:
-        from zerolm.model.architecture import ConfigKey, experts_per_token, meta_model
-        from zerolm.routers.biased_routers import biased_routers
+        from zerolm.model.architecture import experts_per_token
 
         config = plan.model.config
-        if plan.layout.stages > 1:
-            return False
-        if experts_per_token(config) is not None:
-            return True
-        return bool(biased_routers(meta_model(ConfigKey.of(config).config)))
+        return experts_per_token(config) is not None or _has_biased_routers(config)
 
     def change_model(self, model: Any) -> None:
         from zerolm.routers import biased_routers
@@ -181,9 +166,18 @@ class ExpertBalance(Feature):
             biased_routers.move_biases_to_buffers(model)
 
     def attach(self, run: RunParts) -> None:
+        from zerolm.plan.exchange import num_layers
+        from zerolm.plan.rank_share import shapes_of_stages
         from zerolm.routers.routing import Routing
 
-        self.contributes = run.layout.counts_losses(run.rank)
+        layout, ds = run.layout, self.plan.ds
+        self.contributes = layout.axis("tensor", run.rank).index == 0
+        first, routers, biased = 0, None, False
+        if layout.stages > 1:
+            biased = not self.settings.compile and _has_biased_routers(self.plan.model.config)
+            stages = shapes_of_stages(self.plan.model.shapes, ds.stage_layers)
+            counts = [num_layers(shapes) for shapes in stages]
+            first, routers = sum(counts[: layout.axis("stages", run.rank).index]), sum(counts)
         self.routing = Routing(
             run.engine.module,
             interval=self.settings.log_interval,
@@ -191,6 +185,9 @@ class ExpertBalance(Feature):
             compiled=self.settings.compile,
             global_loss=self.settings.global_router_loss,
             z_loss=self.settings.router_z_loss,
+            first=first,
+            routers=routers,
+            biased=biased,
         )
 
     def loaded(self, state: dict[str, Any]) -> None:
@@ -202,9 +199,9 @@ class ExpertBalance(Feature):
     def forward(self, batch: Batch) -> AbstractContextManager[None]:
         return self.routing.observing()
 
-    def losses(self, forward: Forward) -> Mapping[str, Any]:
-        self.routing.observe(forward.outputs)
-        return self.routing.losses(forward.tokens)
+    def block_losses(self, outputs: Any, tokens: int) -> Mapping[str, Any]:
+        self.routing.observe(outputs)
+        return self.routing.losses(tokens)
 
     def sums(self, losses: Sequence[Any]) -> Mapping[str, Any]:
         return {
@@ -221,3 +218,10 @@ class ExpertBalance(Feature):
 
     def row(self, result: Any) -> Row:
         return self.metrics
+
+
+def _has_biased_routers(config: Any) -> bool:
+    from zerolm.model.architecture import ConfigKey, meta_model
+    from zerolm.routers.biased_routers import biased_routers
+
+    return bool(biased_routers(meta_model(ConfigKey.of(config).config)))

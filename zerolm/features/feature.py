@@ -79,13 +79,12 @@ class Forward(NamedTuple):
         outputs: the model's outputs; with `--loss_chunk_tokens`, `logits` contains losses (B, T,
             1).
         losses_BT: the loss of each target token; zero at positions without a target.
-        tokens, targets: numbers of tokens and targets in the global batch.
+        targets: number of targets in the global batch.
     """
 
     batch: Batch
     outputs: Any
     losses_BT: "torch.Tensor"
-    tokens: int
     targets: "torch.Tensor | int"
 
 
@@ -235,8 +234,20 @@ class Feature(Part):
         """Return a context for the forward pass over a micro-batch."""
         return nullcontext()
 
+    def block_losses(self, outputs: Any, tokens: int) -> Mapping[str, "torch.Tensor"]:
+        """Observe this rank's blocks in a micro-batch, on every pipeline stage; return their share
+        of weighted losses to minimize, by metric.
+
+        Args:
+            outputs: has the `router_logits` of this rank's routers, if the model returns them.
+            tokens: number of tokens in the global batch.
+        """
+        return {}
+
     def losses(self, forward: Forward) -> Mapping[str, "torch.Tensor"]:
-        """Observe a micro-batch; return its share of weighted losses to minimize, by metric."""
+        """Observe a micro-batch where its losses are computed, so only on the last pipeline stage;
+        return its share of weighted losses to minimize, by metric.
+        """
         return {}
 
     def backward(self, batch: Batch) -> AbstractContextManager[Any]:

@@ -5,10 +5,12 @@ A form of parallelism in which no rank has the whole model concerns these functi
 
 from collections.abc import Callable
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from zerolm.distributed.pipeline import Message
 from zerolm.model.architecture import router_loss_coefficient
 from zerolm.model.chunked_loss import find_chunked_head
 from zerolm.model.document_mask import isolating_inputs, isolating_masks
@@ -45,7 +47,8 @@ def token_losses(
 
     Returns:
         The float32 cross-entropies, (B, T), 0 where ignored; and the routers' weighted auxiliary
-        loss, or None if the config does not set `output_router_logits`.
+        loss, or None if the config does not set `output_router_logits`, or for a stage, which has
+        only some of the routers.
     """
     inner = getattr(model, "module", model)
     if (stage := stage_of(inner)) is not None:
@@ -56,6 +59,8 @@ def token_losses(
             return torch.zeros(batch["targets"].shape, device=batch["targets"].device), None
         stage.received = received
     inputs = _inputs(inner, batch)
+    if stage is not None and "output_router_logits" in inputs:
+        inputs["output_router_logits"] = False  # see `_with_router_logits` of the stage
     if head := find_chunked_head(inner):  # never stores all logits of the micro-batch
         with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
@@ -74,12 +79,16 @@ def token_losses(
 
 
 def hidden_states(
-    model: Any, batch: dict[str, torch.Tensor], received: torch.Tensor | None
+    model: Any,
+    batch: dict[str, torch.Tensor],
+    received: torch.Tensor | None,
+    observe: Callable[[Any], None] | None = None,
 ) -> torch.Tensor:
     """Run a stage that is not the last on a micro-batch; return the states to send, (B, T, H).
 
     Args:
         model: see `token_losses`.
+        observe: called with an object whose `router_logits` are of the stage's routers.
         received: the previous stage's hidden states; None on the first stage.
     """
     inner = getattr(model, "module", model)
@@ -88,6 +97,9 @@ def hidden_states(
     stage.received = received
     with isolating_masks(batch, inner):
         sent: torch.Tensor = model(**_inputs(inner, batch))
+    logits, stage.router_logits = stage.router_logits, ()
+    if observe is not None:
+        observe(SimpleNamespace(router_logits=logits))
     return sent
 
 
@@ -112,12 +124,13 @@ def has_losses(model: Any) -> bool:
 
 def _from_previous(stage: Stage, ids_BT: torch.Tensor) -> torch.Tensor | None:
     assert stage.link is not None
-    return stage.link.exchange(ids_BT.shape, wants_states=True).states
+    message = stage.link.exchange(ids_BT.shape, wants_states=True).states
+    return None if message is None else message.values
 
 
 def _to_next(stage: Stage, ids_BT: torch.Tensor, states_BTH: torch.Tensor) -> None:
     assert stage.link is not None
-    stage.link.exchange(ids_BT.shape, states=states_BTH)
+    stage.link.exchange(ids_BT.shape, states=Message(states_BTH))
 
 
 def _inputs(inner: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:

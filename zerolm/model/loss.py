@@ -101,6 +101,46 @@ def choice_shares(
     return list(shares.to(router_logits[0].device, non_blocking=True).split(experts))
 
 
+def expert_choices(scores_NE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return the number of tokens that choose each expert, (E,) int64.
+
+    Compares and sums, because `bincount` is not deterministic on a GPU.
+    """
+    num_experts = scores_NE.shape[-1]
+    chosen = scores_NE.topk(min(top_k, num_experts), dim=-1).indices
+    return (chosen.flatten()[:, None] == torch.arange(num_experts, device=chosen.device)).sum(0)
+
+
+def pooled_choices(
+    router_logits: Sequence[torch.Tensor], top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what transformers' router loss needs of some of a model's routers.
+
+    Returns:
+        The number of tokens that choose each expert, summed over the routers, and the number of
+        rows, (E + 1,) int64; and the sum of the probabilities of each expert, (E,) float32.
+    """
+    scores = [logits_NE.softmax(-1) for logits_NE in router_logits]
+    chosen_E = torch.stack([expert_choices(each.detach(), top_k) for each in scores]).sum(0)
+    rows = torch.full_like(chosen_E[:1], sum(map(len, scores)))
+    return torch.cat([chosen_E, rows]), torch.stack([each.float().sum(0) for each in scores]).sum(0)
+
+
+def pooled_balance_loss(probabilities_E: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the part of some of a model's routers in transformers' router loss of a micro-batch.
+
+    The loss is E * sum_i f_i * P_i, with the share f_i of tokens that choose expert i and its mean
+    probability P_i, both over all rows of all routers. It is linear in P, so the parts add up to
+    it.
+
+    Args:
+        probabilities_E, counts: results of `pooled_choices`; the counts are summed over all routers
+            of the model.
+    """
+    chosen_E, rows = counts[:-1].float(), counts[-1].float()
+    return len(chosen_E) * (chosen_E / rows * (probabilities_E / rows)).sum()
+
+
 def balance_loss(
     router_logits: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], tokens: int
 ) -> torch.Tensor:

@@ -39,6 +39,8 @@ class Stage:
         link: to the neighbouring stages; set before the first pass.
         received: the previous stage's hidden states for the next pass, (B, T, H).
         kept: the hidden states to send after a pass, (B, T, H).
+        router_logits: of the stage's routers in a pass, unless it is the last stage, whose model
+            returns them.
         shared: the matrix that the first and last stage share, on these stages.
     """
 
@@ -47,6 +49,7 @@ class Stage:
         self.link: Link | None = None
         self.received: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
+        self.router_logits: Sequence[torch.Tensor] = ()
         self.shared: nn.Parameter | None = None
 
     @property
@@ -130,6 +133,8 @@ def cut(model: Any, index: int, layers: Sequence[int], returned: int) -> Stage:
     if not stage.is_last:
         _replace(model, head_path, nn.Identity())
         replaced.install(model, "forward", _without_head(model, stage))
+    elif model.base_model is not model:
+        replaced.install(model.base_model, "forward", _with_router_logits(model.base_model))
     setattr(model, STAGE, stage)
     return stage
 
@@ -156,11 +161,24 @@ def _without_head(model: Any, stage: Stage) -> Any:
     inner = model.base_model
 
     def forward(**inputs: Any) -> torch.Tensor:
-        inputs.pop("output_router_logits", None)
-        inner(**inputs)
+        stage.router_logits = getattr(inner(**inputs), "router_logits", None) or ()
         kept, stage.kept = stage.kept, None
         assert kept is not None
         return kept
+
+    return forward
+
+
+def _with_router_logits(inner: Any) -> Any:
+    """Return the forward pass of the last stage's inner model, with router logits even if its
+    causal LM asks for none, because it would compute a router loss of this stage's routers alone.
+    """
+    original = inner.forward
+
+    def forward(*args: Any, **inputs: Any) -> Any:
+        if "output_router_logits" in inputs:
+            inputs["output_router_logits"] = True
+        return original(*args, **inputs)
 
     return forward
 

@@ -13,7 +13,7 @@ from zerolm.config.settings import Settings, flags_of
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.topology import LAYERS_KEY, STAGES_KEY
-from zerolm.model.architecture import ConfigKey, meta_model, router_loss_coefficient
+from zerolm.model.architecture import ConfigKey, meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -73,11 +73,6 @@ def _model_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[str
         yield (
             f"{LAYERS_KEY}: {list(profile.stage_layers)} has {sum(profile.stage_layers)} blocks, "
             f"but the model has {blocks}. Correct it"
-        )
-    if router_loss_coefficient(config):
-        yield (
-            "output_router_logits is true, but a router loss needs the routers of all stages. Set "
-            "it to false, or use ZeRO-3 instead of the block"
         )
     for key, value in facts["dropout"].items():
         yield f"{key} is {value}: stages draw other numbers than a whole model. Set it to 0"

@@ -2,7 +2,8 @@
 
 For `pipeline.stages`. The stages of a copy run one after another in this process, and get each
 other's hidden states and gradients. The loss and the gradient of every parameter must have the bits
-of a whole copy, so no list of model types is needed. `model_proof` must have found no problem.
+of a whole copy, so no list of model types is needed. The stages' parts of a router loss must add up
+to the model's own, and so must their gradients. `model_proof` must have found no problem.
 """
 
 import copy
@@ -12,8 +13,9 @@ from zerolm.common.errors import reason
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile, block
 from zerolm.ds_config.topology import STAGES_KEY
-from zerolm.model.architecture import ConfigKey
+from zerolm.model.architecture import ConfigKey, experts_per_token, router_loss_coefficient
 from zerolm.model.model import Model
+from zerolm.plan.exchange import num_layers
 from zerolm.preflight.model_proof import computable_copy, kernels, trial_tokens, was_proven
 from zerolm.preflight.small_copy import with_depth
 from zerolm.run_dir.records import find_run_json
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+# Largest difference of the router loss or a gradient of it, relative to the largest in its tensor:
+# the stages sum in another order.
+TOLERANCE = 1e-4
 STAGES = 3  # at most, so that one of them is neither first nor last
 USE = "Use ZeRO-3 instead of the block"
 
@@ -78,17 +83,26 @@ def differences(config: "PretrainedConfig", tokens: int, stages: int = STAGES) -
         found, owners = in_stages(models, batch)
     wrong = {}
     for name, values in expected.items():
-        largest = float(values.abs().max().clamp_min(1e-30))
         got = found.get(name)
         if got is None or got.shape != values.shape:
             wrong[name] = float("inf")
         elif not torch.equal(got, values):
-            wrong[name] = float((got - values).abs().max()) / largest
+            wrong[name] = _apart(got, values)
+    if not wrong and router_loss_coefficient(config):
+        with torch.enable_grad():
+            expected = of_whole(whole, batch, of_routers=True)
+            found, _ = in_stages(models, batch, of_routers=True)
+        apart = {name: _apart(found[name], values) for name, values in expected.items()}
+        wrong = {f"router {name}": each for name, each in apart.items() if not each <= TOLERANCE}
     shared = {name for name, count in owners.items() if count > 1}
     tied = bool(models[0].zerolm_stage.shared is not None)
     if len(shared) > tied or set(owners) - set(expected):
         wrong |= dict.fromkeys(shared | (set(owners) - set(expected)), float("inf"))
     return wrong
+
+
+def _apart(got: "torch.Tensor", expected: "torch.Tensor") -> float:
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def deep_enough(config: "PretrainedConfig", stages: int) -> "PretrainedConfig":
@@ -120,12 +134,20 @@ def batch_of(model: Any, tokens: int, rows: int = 2) -> dict[str, "torch.Tensor"
     return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def of_whole(model: Any, batch: dict[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """Return the loss of a batch, and the gradient of each parameter."""
+def of_whole(
+    model: Any, batch: dict[str, "torch.Tensor"], of_routers: bool = False
+) -> dict[str, "torch.Tensor"]:
+    """Return the loss of a batch, and the gradient of each parameter.
 
+    Args:
+        of_routers: return the model's router loss instead.
+    """
     from zerolm.model.forward import token_losses
 
-    loss = token_losses(model, batch)[0].sum()
+    model.zero_grad()
+    losses, auxiliary = token_losses(model, batch)
+    loss: Any = auxiliary if of_routers else losses.sum()
+    assert loss is not None, "the model returns no router loss"
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
 
@@ -141,7 +163,7 @@ def gradients(model: Any) -> dict[str, "torch.Tensor"]:
 
 
 def in_stages(
-    stages: list[Any], batch: dict[str, "torch.Tensor"]
+    stages: list[Any], batch: dict[str, "torch.Tensor"], of_routers: bool = False
 ) -> tuple[dict[str, "torch.Tensor"], dict[str, int]]:
     """Return the same of a model's stages, and the number of stages that have each parameter."""
     import torch
@@ -149,16 +171,23 @@ def in_stages(
     from zerolm.model.forward import hidden_states, token_losses
 
     received: torch.Tensor | None = None
+    outputs: list[Any] = []
     passes = []
     for stage in stages[:-1]:
-        sent = hidden_states(stage, batch, received)
+        stage.zero_grad()
+        sent = hidden_states(stage, batch, received, outputs.append)
         passes.append((received, sent))
         received = sent.detach().requires_grad_()
-    loss = token_losses(stages[-1], batch, received=received)[0].sum()
-    loss.backward()
-    for before, sent in reversed(passes):
+    stages[-1].zero_grad()
+    loss = token_losses(stages[-1], batch, outputs.append, received)[0].sum()
+    parts: list[Any] = [loss, *([0.0] * len(passes))]  # of the last stage, and those before it
+    if of_routers:
+        parts = _router_losses(stages, outputs)[::-1]
+        parts[0] = parts[0] + 0.0 * loss
+    parts[0].backward()
+    for part, (before, sent) in zip(parts[1:], passes[::-1], strict=True):
         assert received is not None and received.grad is not None
-        (sent * received.grad).sum().backward()
+        ((sent * received.grad).sum() + part).backward()
         received = before
     found: dict[str, torch.Tensor] = {}
     owners: dict[str, int] = {"loss": 1}
@@ -166,4 +195,22 @@ def in_stages(
         for name, own in gradients(stage).items():
             found[name] = found[name] + own if name in found else own
             owners[name] = owners.get(name, 0) + 1
-    return {"loss": loss.detach(), **found}, owners
+    found["loss"] = torch.stack([torch.as_tensor(part).detach() for part in parts]).sum()
+    return found, owners
+
+
+def _router_losses(stages: list[Any], outputs: list[Any]) -> list[Any]:
+    """Return each stage's part of the model's router loss, zero for a stage without routers."""
+    from zerolm.model.loss import pooled_balance_loss, pooled_choices
+
+    config = stages[0].config
+    coefficient, top_k = router_loss_coefficient(config) or 0.0, experts_per_token(config) or 1
+    logits = [each.router_logits for each in outputs]
+    for stage, own in zip(stages, logits, strict=True):  # a run numbers routers by these layers
+        if len(own) != (count := num_layers(dict(stage.named_parameters()))):
+            raise ValueError(f"{count} layers with experts return {len(own)} router logits")
+    found = [pooled_choices(each, top_k) if each else None for each in logits]
+    total: Any = sum(each[0] for each in found if each is not None)
+    return [
+        0.0 if each is None else coefficient * pooled_balance_loss(each[1], total) for each in found
+    ]

@@ -10,16 +10,17 @@ on files or trackers.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zerolm.model.architecture import experts_per_token, router_loss_coefficient
-from zerolm.model.loss import balance_loss, choice_shares, router_z_loss
+from zerolm.model.loss import balance_loss, choice_shares, expert_choices, router_z_loss
 from zerolm.routers.biased_routers import ExpertLoads, biased_routers, update_biases
 from zerolm.run_dir.metrics import AUXILIARY
 
 Row = dict[str, float]
+Item = TypeVar("Item")
 
 
 class Routing:
@@ -36,6 +37,9 @@ class Routing:
         global_loss: whether to replace the model's router loss, computed per micro-batch, with the
             loss of the global batch.
         z_loss: weight of the routers' mean squared log-partition function.
+        first, routers: number of the model's first router among those of all pipeline stages, and
+            the number of all; None: this model has all.
+        biased: whether routers of some pipeline stage have a bias, if this model has none.
 
     Attributes:
         state: JSON state saved in checkpoints: with `global_loss`, the `loads` of each router in
@@ -51,8 +55,12 @@ class Routing:
         compiled: bool = False,
         global_loss: bool = False,
         z_loss: float = 0.0,
+        first: int = 0,
+        routers: int | None = None,
+        biased: bool = False,
     ):
-        self._metrics = RouterMetrics(model.config, 1 if global_loss else interval)
+        self._first, self._num_routers = first, routers
+        self._metrics = RouterMetrics(model.config, 1 if global_loss else interval, first)
         self._top_k = experts_per_token(model.config) or 1
         self._coefficient = router_loss_coefficient(model.config) or 0.0
         self.global_loss, self._z_loss = global_loss, z_loss
@@ -62,13 +70,14 @@ class Routing:
         self._interval, self._rate = interval, balance_rate
         self._routers = [] if compiled else biased_routers(model)
         self._counter = ExpertLoads(self._routers)
-        self._loads: list[list[int]] = []  # loads in the last step, if they were counted
+        self._counts = bool(self._routers) or biased  # the same on every rank
+        self._loads: dict[str, list[int]] = {}  # of the last step, by router, if counted
         self._measuring = self._counting = False
 
     def begin(self, step: int) -> None:
         """Start a step, and determine what to measure in this step."""
         self._measuring = step % self._interval == 0
-        self._counting = bool(self._routers) and (self._rate > 0 or self._measuring)
+        self._counting = self._counts and (self._rate > 0 or self._measuring)
         self._metrics.begin(step)
         self._counter.reset()
         self._shares = []
@@ -92,21 +101,27 @@ class Routing:
             tokens: number of tokens in the global batch.
         """
         logits, self._logits, found = self._logits, (), {}
+        if not logits:  # a pipeline stage without routers
+            return {}
+        share = len(logits) / (self._num_routers or len(logits))  # the losses are means
         if self.global_loss:
             if not self._shares:  # copied to the device once per step
-                self._shares = choice_shares(logits, self.state.get("loads", []), self._top_k)
+                loads = self.state.get("loads", [])[self._first :][: len(logits)]
+                self._shares = choice_shares(logits, loads, self._top_k)
             loss = balance_loss(logits, self._shares, tokens)
-            found[AUXILIARY] = self._coefficient * loss
+            found[AUXILIARY] = self._coefficient * share * loss
         if self._z_loss:
-            found["train/router_z_loss"] = self._z_loss * router_z_loss(logits, tokens)
+            found["train/router_z_loss"] = self._z_loss * share * router_z_loss(logits, tokens)
         return found
 
     def sums(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's terms: {group: {router: float64 (n,)}}, with groups of the step."""
         found = {}
         if self._counting:
-            counts = self._counter.counts().double().split(self._counter.num_experts)
-            found["loads"] = _by_router(counts)
+            counts: Sequence[torch.Tensor] = ()
+            if self._routers:
+                counts = self._counter.counts().double().split(self._counter.num_experts)
+            found["loads"] = _by_router(counts, self._first)
         return found | self._metrics.sums()
 
     def row(self, figures: Mapping[str, Mapping[str, Sequence[float]]]) -> Row:
@@ -115,18 +130,20 @@ class Routing:
         Args:
             figures: the result of `sums`, summed over ranks.
         """
-        self._loads = [[*map(int, each)] for each in figures.get("loads", {}).values()]
+        loads = figures.get("loads", {})
+        self._loads = {name: [*map(int, each)] for name, each in loads.items()}
         row = self._metrics.row(figures.get("logits", {}))
         if not self._measuring:
             return {}
         # Metrics of the actual choices, which use the biases, replace metrics of the largest
         # logits.
-        return row | (balance_row(self._loads) if self._loads else {})
+        return row | (balance_row([*self._loads.values()]) if self._loads else {})
 
     def end_step(self, applied: bool) -> None:
         """Update the biases and store the loads, if the step was applied."""
         if applied and self._rate:
-            update_biases(self._routers, self._loads, self._rate)
+            own = _by_router(self._routers, self._first)
+            update_biases(self._routers, [self._loads[name] for name in own], self._rate)
         if applied and self.global_loss:
             self.state = {"loads": self._metrics.loads}
 
@@ -139,12 +156,14 @@ class RouterMetrics:
 
     Args:
         interval: steps between two measurements.
+        first: see `Routing`.
 
     Attributes:
         loads: for each router, the number of tokens per expert in the last measured step.
     """
 
-    def __init__(self, config: Any, interval: int):
+    def __init__(self, config: Any, interval: int, first: int = 0):
+        self._first = first
         self._top_k = experts_per_token(config)
         self._interval = interval
         self._measuring = False
@@ -174,7 +193,7 @@ class RouterMetrics:
 
     def sums(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's terms of the metrics; none if the step is not measured."""
-        return {"logits": _by_router(self._sums)} if self._measuring else {}
+        return {"logits": _by_router(self._sums, self._first)} if self._measuring else {}
 
     def row(self, figures: Mapping[str, Sequence[float]]) -> Row:
         """Return the metrics of the step; none if it was not measured.
@@ -209,18 +228,13 @@ def balance_row(loads: Sequence[Sequence[float]]) -> Row:
     }
 
 
-def _by_router(figures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"router.{number}": each for number, each in enumerate(figures)}
+def _by_router(figures: Sequence[Item], first: int) -> dict[str, Item]:
+    return {f"router.{number}": each for number, each in enumerate(figures, first)}
 
 
 def _expert_sums(logits_NE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the number of tokens per expert, followed by the sum of entropies: (E + 1,) float64.
-
-    Compares and sums to count tokens, because `bincount` is not deterministic on a GPU.
-    """
-    num_experts = logits_NE.shape[-1]
-    chosen = logits_NE.topk(min(top_k, num_experts), dim=-1).indices
-    counts = (chosen.flatten()[:, None] == torch.arange(num_experts, device=chosen.device)).sum(0)
+    """Return the number of tokens per expert and then the sum of entropies: (E + 1,) float64."""
+    counts = expert_choices(logits_NE, top_k)
     logs = logits_NE.log_softmax(-1)
     entropy = -(logs.exp() * logs).sum(-1, dtype=torch.float64).sum()
     return torch.cat([counts.double(), entropy[None]])

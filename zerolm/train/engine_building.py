@@ -30,6 +30,7 @@ from zerolm.engine.shard_groups import sharding_within
 from zerolm.engine.stages import StageGroups
 from zerolm.features.feature import Feature
 from zerolm.model import build
+from zerolm.model.architecture import num_experts, router_loss_coefficient
 from zerolm.model.stages import stage_of
 from zerolm.optim import custom
 from zerolm.optim.parameter_groups import describe_groups, parameter_groups
@@ -86,11 +87,13 @@ def build_engine(
 
 def _link(engine: Engine, plan: Plan, groups: StageGroups) -> None:
     """Connect this stage with its neighbours."""
-    stage, width = stage_of(engine.module), plan.model.hidden_size
+    stage, width, config = stage_of(engine.module), plan.model.hidden_size, plan.model.config
     assert stage is not None and width is not None
+    # Of the router loss: see `MicroBatches`.
+    num_counts = 1 + (num_experts(config)[0] or 0) if router_loss_coefficient(config) else 0
     stage.link = Link(
         groups.peers, groups.stage, groups.pipe, groups.transfers, width, torch_dtype(plan.ds),
-        engine.device, lambda: record_progress("transfer"),
+        engine.device, lambda: record_progress("transfer"), num_counts,
     )  # fmt: skip
 
 

@@ -48,6 +48,8 @@ class Stepper:
         )
         self.sums = NamedSums(engine.device)
         self.contributes = plan.layout.counts_losses(engine.global_rank)
+        # Each pipeline stage has penalties of its own.
+        self.counts_penalties = plan.layout.axis("tensor", engine.global_rank).index == 0
         # All 1, except for optimizers with several learning rates, such as Muon.
         peak = plan.learning_rate.peak if plan.learning_rate else 1.0
         self.rate_ratios = [group["lr"] / peak for group in engine.optimizer.param_groups]
@@ -93,7 +95,7 @@ class Stepper:
         of_features = [feature.sums(micro_batches.micro_losses) for feature in self.features]
         groups: dict[tuple[str, str], Figures] = {
             ("step", "sources"): dict(zip(SUMS_BY_SOURCE, own, strict=False)),
-            ("step", "penalties"): {name: each * self.contributes for name, each in penalties},
+            ("step", "penalties"): {name: each * self.counts_penalties for name, each in penalties},
             ("step", "flags"): {"flags": own_flags},
         }
         for feature, of_feature in zip(self.features, of_features, strict=True):

@@ -53,7 +53,6 @@ def test_the_accepted_combinations():
         ({}, {}, {"compile": True}, "compile"),
         ({}, {}, {"corruption_checks": True}, "corruption_checks"),
         ({}, {}, {"prompts": "prompts.txt"}, "no rank has the whole model"),
-        ({}, {}, {"expert_parallel": 2}, "expert_parallel"),
         ({}, {}, {"memory_checkpoint_interval": 5}, "memory_checkpoint_interval"),
         ({}, {}, {"parametrization": "completep"}, "parametrization"),
     ],
