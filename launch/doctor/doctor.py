@@ -31,8 +31,9 @@ from launch.doctor.checks import run_checks
 from launch.doctor.findings import ALL, OK, RED, Finding, from_problem, merge_hosts, table
 from launch.doctor.host_session import HostError, Session
 from launch.doctor.requirements import Requirements, checkpoint_bytes, required_operators
-from zerolm.common.command_line import count, duration
-from zerolm.common.errors import EXIT_REFUSED
+from launch.estimate import measured_hosts
+from zerolm.common.command_line import count, duration, file_to_write
+from zerolm.common.errors import EXIT_REFUSED, ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
 from zerolm.engine.launcher_options import DEFAULT_PORT
@@ -76,6 +77,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=duration, default=120.0, metavar="DURATION",
         help="time limit for each request to a host (default: 2m)",
     )  # fmt: skip
+    parser.add_argument(
+        "--write", type=file_to_write, metavar="FILE",
+        help="write the hosts' devices and the links between them, for zerolm plan --measured FILE",
+    )  # fmt: skip
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -88,12 +93,19 @@ def run(arguments: argparse.Namespace) -> int:
         answers, sys.stdout = sys.stdout, sys.stderr  # imports may print to stdout
         collector.serve(sys.stdin, answers)
         return 0
-    findings = Doctor(arguments, command).findings()
+    doctor = Doctor(arguments, command)
+    if arguments.write and len(doctor.hosts) == 1:
+        raise ConfigError(
+            f"command line: --write: {arguments.write}: there is one host, and so no link to "
+            f"measure. Name the hosts with --hostfile, or remove --write."
+        )
+    findings = doctor.findings()
     output = getattr(sys.stdout, "stream", sys.stdout)
     print(masked(table(findings, color=output.isatty())), file=output)
     red = sum(finding.state == RED for finding in findings)
     print(f"{red} problem(s) to fix before the run starts" if red else "all hosts are ready")
-    return EXIT_REFUSED if red else 0
+    written = doctor.write(arguments.write, findings) if arguments.write else True
+    return EXIT_REFUSED if red or not written else 0
 
 
 class Doctor:
@@ -140,6 +152,8 @@ class Doctor:
         self.ssh_port = str(ssh_port) if ssh_port else None
         self.master_addr, self.deep = option("master_addr"), arguments.deep
         self.seconds = max(arguments.timeout, DEEP_SECONDS if self.deep else 0.0)
+        self.devices: Mapping[str, Any] = {}
+        self.ranks: Mapping[str, int] = {}
 
     def findings(self) -> list[Finding]:
         """Query all hosts, and return the lines of the table."""
@@ -169,6 +183,7 @@ class Doctor:
             if not unreachable:
                 found.append(Finding("reachable", ALL, OK, f"{len(facts)} host(s) answer"))
             self.sessions = {name: self.sessions[name] for name in facts}
+            self.devices = next(iter(facts.values()))["devices"]
             if self.hostfile is None:  # the launcher starts one rank per GPU
                 (devices,) = (fact["devices"] for fact in facts.values())
                 number, visible = devices["ranks"], visible_devices(self.selection)
@@ -188,6 +203,16 @@ class Doctor:
             found += run_checks(facts, required)
             found += self._check_shared_directory() + self._check_network(facts)
         return found
+
+    def write(self, path: Path, findings: Sequence[Finding]) -> bool:
+        """Write the hosts as measured, for a plan; print a line. Return whether that was done."""
+        slots = {name: self.slots[name] for name in self.sessions}
+        found = network.measured_hosts(findings, self.devices, slots, self.ranks)
+        if isinstance(found, str):
+            print(f"{path} was not written: {found}")
+            return False
+        print(measured_hosts.write(path, found))
+        return True
 
     # ---- One host
 
@@ -257,6 +282,7 @@ class Doctor:
 
     def _check_network(self, facts: dict[str, Any]) -> list[Finding]:
         ranks = {name: self._num_ranks(name, fact) for name, fact in facts.items()}
+        self.ranks = ranks
         first, fact = next(iter(facts.items()))
         address = self.master_addr or next(iter(fact["addresses"]), first)
         if len(facts) == 1:

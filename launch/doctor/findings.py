@@ -17,6 +17,7 @@ class Finding:
     Attributes:
         host: the name of the affected host, or `all`.
         state: OK, NOTE or RED.
+        measured: bytes per second that a device sends to another host, if the row is about that.
     """
 
     check: str
@@ -24,6 +25,7 @@ class Finding:
     state: str
     fact: str
     fix: str = ""
+    measured: float | None = None
 
 
 def from_problem(check: str, host: str, problem: str) -> Finding:

@@ -4,14 +4,17 @@ First, each host's fastest exchange is compared with the fastest exchanges of th
 that a single bad host is reported and its partners are not. Then pairs of hosts are compared.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, merge_hosts
+from launch.estimate.measured_hosts import MeasuredHosts
 from launch.estimate.this_machine import NETWORK
 from zerolm.common.values import shown_bytes
+from zerolm.distributed.device import CPU
 from zerolm.plan.hardware import recognize
 
 SECONDS = 90.0
@@ -98,6 +101,37 @@ def measured(
     if len(ranks) > 1:
         found = _hosts(_pairs(results), ranks, kind, device) + found
     return found
+
+
+def measured_hosts(
+    findings: Sequence[Finding],
+    devices: Mapping[str, Any],
+    slots: Mapping[str, int],
+    ranks: Mapping[str, int],
+) -> MeasuredHosts | str:
+    """Return the hosts for `zerolm plan --measured`, or why that is not possible.
+
+    Args:
+        findings: of `check`.
+        devices: facts about the first host's devices.
+        slots: {host: number of ranks of the run}.
+        ranks: {host: number of ranks in the check}; one on a host without GPUs.
+    """
+    rates = [each.measured for each in findings if each.measured is not None]
+    if not rates:
+        return "the links between the hosts were not measured"
+    name, known = devices.get("name", ""), recognize(devices.get("name", ""))
+    if devices["kind"] != CPU and known is None:
+        return f"{name} is not in zerolm/plan/hardware.json. Use --hardware FILE and --inter_node"
+    per_host = max(slots.values())
+    return {
+        "hardware": known.name if known and devices["kind"] != CPU else CPU,
+        "devices": sum(slots.values()),
+        "devices_per_node": per_host,
+        "inter_node": rates[0] * max(ranks.values()) / per_host,
+        "hosts": list(slots),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 # ---- Rendezvous
@@ -246,11 +280,11 @@ def _speed(
         text += f" (assumed without it: {assumed:.3g})"
     if of_host < MIN_BYTES_PER_SECOND:
         fix = f"find out which network is used and why (ethtool), or train only on {slowest}"
-        return Finding("network", ALL, RED, f"{text}: below half of 1 Gbit/s", fix)
+        return Finding("network", ALL, RED, f"{text}: below half of 1 Gbit/s", fix, rate)
     if assumed is not None and rate < MIN_EXPECTED_SHARE * assumed:
         fix = "check which network is used (NCCL_DEBUG=INFO), and run that plan for its cost"
-        return Finding("network", ALL, NOTE, text, fix)
-    return Finding("network", ALL, OK, text)
+        return Finding("network", ALL, NOTE, text, fix, rate)
+    return Finding("network", ALL, OK, text, measured=rate)
 
 
 def _shown_seconds(seconds: float) -> str:

@@ -17,6 +17,7 @@ from launch.command.hosts import (
     visible_devices,
 )
 from launch.command.train import add_launcher_flags
+from launch.estimate import measured_hosts
 from zerolm.common.command_line import count, duration, file_to_write, number, size_bytes
 from zerolm.common.errors import ConfigError
 from zerolm.parts.parse import add_settings
@@ -38,7 +39,7 @@ HARDWARE_FIGURES = {
     "inter_node": ("BYTES", "network bandwidth per second of one device"),
     "host_memory_bytes": ("BYTES", "host memory per device"),
 }
-DEFAULT_DEVICES = 8
+DEFAULT_DEVICES = DEFAULT_PER_NODE = 8
 LAUNCHER_CHOICES = ("hostfile", *CHOOSE_PARTS)  # flags of DeepSpeed's launcher
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 
@@ -72,8 +73,12 @@ def add_devices(group: argparse._ArgumentGroup) -> None:
         "cpu: 1)",
     )  # fmt: skip
     group.add_argument(
-        "--devices_per_node", metavar="N", type=count, default=8,
-        help="devices per host (default: 8)",
+        "--devices_per_node", metavar="N", type=count, help="devices per host (default: 8)"
+    )
+    group.add_argument(
+        "--measured", metavar="FILE",
+        help="hosts that zerolm doctor --write FILE has measured: their devices, and the links "
+        "between them; the other flags replace its values",
     )  # fmt: skip
     for name, (metavar, text) in HARDWARE_FIGURES.items():
         read = size_bytes if metavar == "BYTES" else number
@@ -134,10 +139,15 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
 
     from zerolm.plan import hardware
 
-    chosen = {name: getattr(arguments, name, None) for name in LAUNCHER_CHOICES}
-    _count_launch(arguments, {name: value for name, value in chosen.items() if value})
+    given = {name: getattr(arguments, name, None) for name in LAUNCHER_CHOICES}
+    chosen = {name: value for name, value in given.items() if value}
+    if arguments.measured is not None:
+        measured_hosts.fill(arguments, counts_devices=bool(chosen))
+    _count_launch(arguments, chosen)
     if arguments.devices is None:
         arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
+    if arguments.devices_per_node is None:
+        arguments.devices_per_node = DEFAULT_PER_NODE
     figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
     if not is_cpu(arguments):
         return hardware.load(arguments.hardware, figures)
@@ -161,7 +171,7 @@ def _count_launch(arguments: argparse.Namespace, given: dict[str, str]) -> None:
     if hostfile:
         slots = {host.name: host.num_slots for host in read_hostfile(Path(hostfile))}
     else:
-        slots = {"localhost": arguments.devices_per_node}
+        slots = {"localhost": arguments.devices_per_node or DEFAULT_PER_NODE}
         given.pop("num_nodes", None)
     used = started_slots(slots, given)
     devices = sum(used.values()) * (1 if hostfile else int(number))

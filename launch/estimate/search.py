@@ -34,7 +34,7 @@ TIME_RESOLUTION = 0.02  # relative; finer than the accuracy of the time estimate
 QUANTIZED = "quantized"
 CHANGES_CURVE = "ZeRO++ sends weights in 8 bits and gradients in 4, which changes the loss curve."
 WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # shares of the step time
-LINKS = (1.0, 12_800.0)  # Gb/s a host, between which `break_even` looks
+LINKS = (0.01, 12_800.0)  # Gb/s a host, between which `break_even` looks
 NOT_TRIED = (
     "Stage 0 is not tried: pretrain.py refuses it, and stage 1 has the same results in less "
     "memory. Tensor and sequence parallelism are not tried, and of pipeline stages one a host."
@@ -240,13 +240,17 @@ def break_even(candidates: list[Candidate], assumed: Assumptions) -> str | None:
         f"{staged.layout.stages} pipeline stages",
         f"ZeRO-3 (micro-batch {other.settings.micro_batch_size})",
     )
+    here = staged.hardware.inter_node * staged.devices_per_node * 8 / 1e9
     if ahead(low) == ahead(high):
         faster = names[0] if ahead(low) else names[1]
         return f"note: {faster} is faster at all links from {low:g} to {high:g} Gb/s a host"
     while high / low > 1.02:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if ahead(middle) else (low, middle)
-    return f"note: {names[0]} are faster than {names[1]} below about {low:.2g} Gb/s a host"
+    return (
+        f"note: {names[0]} are faster than {names[1]} below about {low:.2g} Gb/s a host; this plan "
+        f"has {here:.3g}"
+    )
 
 
 def divided(profile: Profile, degree: int, settings: Settings) -> tuple[Profile, Settings]:

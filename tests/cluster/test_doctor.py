@@ -3,6 +3,7 @@
 The faults are real: a mount, a rule of the firewall, a process or a link of one host.
 """
 
+import json
 import shlex
 import sys
 import time
@@ -173,8 +174,21 @@ def test_hosts_without_faults_are_ready_and_faults_of_one_start_are_all_named(
 ):
     code, lines = doctor("--num_nodes", 2)
     assert code == 0 and "2 host(s) answer" in lines[0]  # those that the launcher would start on
-    code, lines = doctor("--deep")
-    assert code == 0 and lines[-1] == "all hosts are ready"
+    file = inputs / "hosts.json"
+    code, lines = doctor("--deep", "--write", file)
+    assert code == 0 and lines[-2] == "all hosts are ready"
+    assert lines[-1].endswith(f"zerolm plan --search --measured {file}")
+    measured = json.loads(file.read_text())
+    assert (measured["hardware"], measured["devices"], measured["devices_per_node"]) == (
+        "cpu",
+        3,
+        1,
+    )
+    assert any(f"--inter_node {measured['inter_node']:.3g} " in line for line in lines)
+    plan = ["plan", "--measured", file, "--model_config", inputs / "model.json", "--search"]
+    done = cluster.run("node1", sys.executable, "-m", "launch", *plan, timeout=SECONDS)
+    gigabits = measured["inter_node"] * 8 / 1e9
+    assert "3 stages" in done.stdout and f"this plan has {gigabits:.3g}" in done.stdout
     assert "3 host(s) answer" in lines[0]
     assert any("3 ranks, correct; 16 MiB: " in line for line in lines)
     assert any("zerolm plan --inter_node" in line and " ok " in line for line in lines)

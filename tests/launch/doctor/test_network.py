@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding
-from launch.doctor.network import measured
+from launch.doctor.network import measured, measured_hosts
 from launch.doctor.network_rank import MAX_PARTNERS, partner_rounds
 from tests.launching import free_port, run_workers
 
@@ -73,6 +73,23 @@ def test_equal_hosts_have_the_bandwidth_in_the_unit_of_the_plan():
     assert line.state == NOTE and "--inter_node 2e+10 (assumed without it: 5e+10)" in line.fact
     (line,) = lines_about_the_network(2, {}, rate=2.5e6)
     assert line.state == RED and "below half of 1 Gbit/s" in line.fact
+
+
+def test_measured_links_are_those_of_a_rank_of_the_run():
+    """Of a CPU's host one rank measures what the ranks of the run share."""
+    (line,) = lines_about_the_network(4, {}, rate=2e10)
+    slots = {f"node{number}": 8 for number in range(4)}
+    of_gpus = {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    found = measured_hosts([line], of_gpus, slots, slots)
+    assert found | {"date": ""} == {
+        "hardware": "H100", "devices": 32, "devices_per_node": 8, "inter_node": 2e10,
+        "hosts": list(slots), "date": "",
+    }  # fmt: skip
+    found = measured_hosts([line], {"kind": "cpu"}, slots, dict.fromkeys(slots, 1))
+    assert (found["hardware"], found["inter_node"]) == ("cpu", 2e10 / 8)
+    unknown = {"kind": "cuda", "name": "A device of next year"}
+    assert "A device of next year is not in" in measured_hosts([line], unknown, slots, slots)
+    assert "not measured" in measured_hosts([], of_gpus, slots, slots)
 
 
 RANK = """

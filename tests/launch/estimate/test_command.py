@@ -7,10 +7,11 @@ import math
 import pytest
 
 from launch import __main__
+from launch.estimate import measured_hosts
 from launch.estimate.flags import add_flags, hardware_of
 from launch.estimate.reliability import daly_interval, interruptions
 from tests import ROOT
-from tests.launching import run_module
+from tests.launching import run_module, write_json
 from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import installed_version
 from zerolm.plan import hardware
@@ -346,3 +347,33 @@ def test_a_plan_has_the_ranks_that_the_launcher_would_start(tmp_path, monkeypatc
     assert planned("--hostfile", hosts, "--exclude", "one@two:0") == (7, 4)
     with pytest.raises(ConfigError, match=r"--devices: 8, but .* start 12 ranks"):
         planned("--hostfile", hosts, "--devices", 8)
+
+
+def test_a_plan_takes_devices_and_links_as_the_doctor_has_measured_them(tmp_path) -> None:
+    path, hosts = tmp_path / "measured.json", tmp_path / "hosts"
+    found = {"hardware": "H200", "devices": 16, "devices_per_node": 4, "inter_node": 3e9}
+    line = measured_hosts.write(path, {**found, "hosts": ["one"], "date": "2026-11-29"})
+    assert line.endswith(f"zerolm plan --search --measured {path}")
+
+    def planned(*flags: object) -> tuple[str, int, int, float]:
+        parser = argparse.ArgumentParser()
+        add_flags(parser)
+        arguments = parser.parse_args(["--measured", str(path), *map(str, flags)])
+        device = hardware_of(arguments)
+        place = arguments.devices, arguments.devices_per_node
+        return device.name, *place, device.inter_node
+
+    assert planned() == ("H200", 16, 4, 3e9)
+    assert planned("--devices", 64, "--inter_node", "5e9") == ("H200", 64, 4, 5e9)
+    assert planned("--hardware", "A100")[:2] == ("A100-80GB", 16)
+    hosts.write_text("one slots=8\ntwo slots=8\nthree slots=8\n")
+    assert planned("--hostfile", hosts) == ("H200", 24, 8, 3e9)
+    write_json(path, {**found, "inter_node": -1.0, "hosts": [], "date": ""})
+    with pytest.raises(ConfigError, match=r"measured.json: inter_node: -1.0 must be above 0"):
+        planned()
+    write_json(path, {**found, "devices": "many", "hosts": [], "date": ""})
+    with pytest.raises(ConfigError, match=r"measured.json: devices"):
+        planned()
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"--measured: .*no such file. Write it again: zerolm"):
+        planned()
