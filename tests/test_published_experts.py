@@ -28,8 +28,12 @@ def test_the_modules_of_transformers_are_predicted_within_a_quarter():
 @pytest.mark.soak
 def test_the_page_of_results_is_what_the_command_prints():
     """But for the last digits of figures, which other versions of transformers may move."""
-    path = ROOT / "benchmarks" / "results" / "published_experts.md"
-    texts = path.read_text(encoding="utf-8"), published_experts.document()
+    compare_with_page("published_experts.md", published_experts.document())
+
+
+def compare_with_page(name: str, printed: str) -> None:
+    written = (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
+    texts = written, printed
     words, others = (re.sub(r"[\d,.]+", "N", text) for text in texts)
     assert words == others
     figures, theirs = (

@@ -120,7 +120,7 @@ def read() -> tuple[list[Benchmark], Mapping[str, Any]]:
         source = values["sources"][entry["source"]]
         run = _planned(entry, source, known, models)
         fitted, sent = source.get("fitted", True), source.get("calls", BY_LAYER)
-        kept = None if sent == BY_DEEPSPEED else _kept_bytes(models[entry["model"]])
+        kept = None if sent == BY_DEEPSPEED else kept_bytes(models[entry["model"]])
         row = Benchmark(entry, run, kept, fitted, source.get("counted", True), sent)
         each = next(held_out) if fitted else row.predict(values["attained"])
         found.append(dataclasses.replace(row, held_out=each))
@@ -186,7 +186,7 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
     return Model.from_config(AutoConfig.for_model(**values), name)
 
 
-def _kept_bytes(model: Model) -> float:
+def kept_bytes(model: Model) -> float:
     """Return the bf16 activations per token that fused kernels keep for the backward pass.
 
     In a layer: inputs and outputs of the two norms, queries, keys, values and the attention's
@@ -197,8 +197,9 @@ def _kept_bytes(model: Model) -> float:
     config: PretrainedConfig = model.config.get_text_config()
     width, heads = config.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
-    inner = getattr(config, "intermediate_size", 0) or config.expansion_ratio * width
+    inner = getattr(config, "intermediate_size", 0) or getattr(config, "n_inner", 0)
+    inner = inner or getattr(config, "expansion_ratio", 4) * width
     inner *= getattr(config, "num_experts_per_tok", 1)
-    matrices = 2 if config.model_type in ("mpt", "nanochat") else 3
+    matrices = 2 if config.model_type in ("mpt", "nanochat", "gpt2") else 3
     values = 4 * width + 2 * width * (1 + kv_heads / heads) + matrices * inner
     return 2 * values * config.num_hidden_layers + LOGIT_BYTES * config.vocab_size
