@@ -92,24 +92,23 @@ def check_initialization(
     """
     problems: list[str] = []
     reference = _ReferenceModel(config)
-    sizes: dict[str, int] = {}
+    checked: dict[str, tuple[int, bool]] = {}  # number of values, whether by re-initialisation
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         with gathered([parameter]):
             values = parameter.detach()
-            sizes[name] = values.numel()
             actual = _statistics(values)
             expected = closed_form(config, module, path, leaf, values.numel())
+            checked[name] = values.numel(), expected is None
             if expected is None:
                 expected = reference.statistics(name)
             expected = expected.times(factors.get(name, 1.0))
             problems += _differences(name, actual, expected)
     problems = _merge_ranks(problems)
-    sizes = of_all_stages(model, sizes)
-    return InitializationReport(
-        len(sizes), sum(sizes.values()), reference.num_requested, tuple(problems)
-    )
+    checked = of_all_stages(model, checked)
+    values_checked, requested = zip(*checked.values(), strict=True)
+    return InitializationReport(len(checked), sum(values_checked), sum(requested), tuple(problems))
 
 
 def _merge_ranks(problems: list[str]) -> list[str]:
@@ -176,11 +175,9 @@ class _ReferenceModel:
         self._config = config
         self._model: nn.Module | None = None
         self._statistics: dict[str, Statistics] = {}
-        self.num_requested = 0
 
     def statistics(self, name: str) -> Statistics:
         """Return a parameter's statistics after initialisation by transformers."""
-        self.num_requested += 1
         if name not in self._statistics:
             self._model = self._model or meta_model(self._config)
             block = _block_around(self._model, name)
