@@ -139,8 +139,8 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
 
     from zerolm.plan import hardware
 
-    given = {name: getattr(arguments, name, None) for name in LAUNCHER_CHOICES}
-    chosen = {name: value for name, value in given.items() if value}
+    launcher = {name: getattr(arguments, name, None) for name in LAUNCHER_CHOICES}
+    chosen = {name: value for name, value in launcher.items() if value}
     if arguments.measured is not None:
         measured_hosts.fill(arguments, counts_devices=bool(chosen))
     _count_launch(arguments, chosen)

@@ -185,7 +185,8 @@ def test_hosts_without_faults_are_ready_and_faults_of_one_start_are_all_named(
         1,
     )
     assert any(f"--inter_node {measured['inter_node']:.3g} " in line for line in lines)
-    plan = ["plan", "--measured", file, "--model_config", inputs / "model.json", "--search"]
+    deep = write_json(inputs / "deep.json", {**LLAMA, "num_hidden_layers": 4})
+    plan = ["plan", "--measured", file, "--model_config", deep, "--search"]
     done = cluster.run("node1", sys.executable, "-m", "launch", *plan, timeout=SECONDS)
     gigabits = measured["inter_node"] * 8 / 1e9
     assert "3 stages" in done.stdout and f"this plan has {gigabits:.3g}" in done.stdout
