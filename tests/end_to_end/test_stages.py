@@ -113,6 +113,35 @@ def test_a_run_equals_plain_pytorch(tmp_path, corpus, reference, ranks, stages) 
         assert {key: each for key, each in found.items() if each > LIMITS[bf16].get(key, 1)} == {}
 
 
+@pytest.mark.soak
+def test_compiled_blocks_of_stages_equal_plain_pytorch(tmp_path, corpus, reference) -> None:
+    """As close as a compiled whole model's."""
+    cases = [
+        ("untied", 1, False, ("--gradient_checkpointing", "full")), ("tied", 1, False, ()),
+        ("uneven", 2, False, ()), ("untied", 2, True, ()),
+    ]  # fmt: skip
+    jobs = [
+        {
+            "flags": flags(
+                tmp_path, corpus, f"{name}-{stage}-{bf16}-of-{stages}", MODELS[name], stage, stages,
+                "--compile", *more, bf16=bf16,
+            )
+        }
+        for stages in (1, 2)  # once an engine had stages, DeepSpeed builds no other
+        for name, stage, bf16, more in cases
+    ]  # fmt: skip
+    printed = runs_in_one_process.launch(jobs, tmp_path)
+    assert "compile: 2 blocks (LlamaDecoderLayer) on the first stage" in printed
+    assert "graph breaks" not in printed
+    for name, stage, bf16, _ in cases:
+        whole, divided = (
+            differences(tmp_path / f"{name}-{stage}-{bf16}-of-{stages}", reference(name, bf16))
+            for stages in (1, 2)
+        )
+        print(f"{name} ZeRO-{stage} {'bf16' if bf16 else 'fp32'}:", whole, divided)
+        assert {key: e for key, e in divided.items() if e > LIMITS[bf16].get(key, 1)} == {}
+
+
 def test_initial_weights_are_those_of_a_whole_model(tmp_path, corpus) -> None:
     """The fingerprint is of all bits; a stage allocates and computes only what it has."""
     prints = []

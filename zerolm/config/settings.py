@@ -290,9 +290,7 @@ class Settings:
         "model",
         "compile the model's blocks and the loss with torch.compile",
         planned=True,
-        not_with=dict.fromkeys(
-            ("tensor", "sequence", "stages"), "losses were not compared with PyTorch's"
-        ),
+        not_with=dict.fromkeys(("tensor", "sequence"), "losses were not compared with PyTorch's"),
     )
     loss_chunk_tokens: int = count(
         "model",

@@ -49,7 +49,8 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
 
 
 def compile_blocks(model: "nn.Module") -> str:
-    """Compile the loss and each block's forward, inside the block's hooks; return a line to print.
+    """Compile the loss and each block's forward, inside the block's hooks; return a line for rank 0
+    to print.
 
     Call after `deepspeed.initialize`. The first step compiles, which takes seconds to minutes;
     torch caches the graphs on disk.
@@ -58,9 +59,10 @@ def compile_blocks(model: "nn.Module") -> str:
 
     from zerolm.model import compiled_attention
     from zerolm.model.loss import COMPILED_LOSS, cross_entropies
+    from zerolm.model.stages import own_blocks, stage_of
 
     torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
-    blocks: list[Any] = decoder_blocks(model)
+    blocks: list[Any] = own_blocks(model)
     for block in blocks:
         recorders = remove_output_recorders(model, block)
         forward = _with_routers(block, recorders) if recorders else _compiled(block.forward)
@@ -69,7 +71,8 @@ def compile_blocks(model: "nn.Module") -> str:
         compiled_attention.install()
     setattr(model, COMPILED_LOSS, _compiled(cross_entropies))
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
-    return f"compile: {len(blocks)} blocks ({kinds}); the first step takes longer"
+    where = "" if stage_of(model) is None else " on the first stage"
+    return f"compile: {len(blocks)} blocks ({kinds}){where}; the first step takes longer"
 
 
 def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from torch import nn
 from zerolm.distributed.collectives import gather_objects
 from zerolm.engine import replaced
 from zerolm.engine.stages import STAGE, mark_copy
-from zerolm.model.architecture import ConfigKey, meta_model
+from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
 from zerolm.model.document_mask import isolating_masks
 
 if TYPE_CHECKING:
@@ -94,6 +94,16 @@ def blocks_path(model: Any) -> str:
             is_inner = model.base_model is not model
             return f"{prefix}.{name}" if is_inner else name
     raise ValueError(f"{type(model).__name__} has no list of {depth} blocks")
+
+
+def own_blocks(model: Any) -> list[nn.Module]:
+    """Return the decoder blocks that a model computes: of a stage, only its own; empty if the model
+    has no list of blocks.
+    """
+    if (stage := stage_of(model)) is None:
+        return decoder_blocks(model)
+    blocks = list(model.get_submodule(blocks_path(model)))
+    return blocks[stage.layers.start : stage.layers.stop]
 
 
 def cut(model: Any, index: int, layers: Sequence[int], returned: int) -> Stage:

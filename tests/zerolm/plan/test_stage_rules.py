@@ -50,7 +50,6 @@ def test_the_accepted_combinations():
         ({"pipeline": {"stages": 7}}, {}, {}, "6 blocks"),
         ({"pipeline": {"stages": 2, "layers": [4, 4]}}, {}, {}, "has 8 blocks"),
         ({}, {"attention_dropout": 0.1}, {}, "attention_dropout"),
-        ({}, {}, {"compile": True}, "compile"),
         ({}, {}, {"corruption_checks": True}, "corruption_checks"),
         ({}, {}, {"prompts": "prompts.txt"}, "no rank has the whole model"),
         ({}, {}, {"memory_checkpoint_interval": 5}, "memory_checkpoint_interval"),
@@ -63,7 +62,7 @@ def test_everything_else_is_refused_by_name(profile, model, settings, words):
 
 
 def test_all_problems_are_found_at_once():
-    lines = found({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}}, compile=True)
+    lines = found({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}}, shard_within=2)
     assert len(lines) == 3
 
 
