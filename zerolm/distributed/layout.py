@@ -160,9 +160,11 @@ class Layout(NamedTuple):
         copies = {None: complete, "tensor": "zero", "experts": "expert_copies"}
         return self.axis(copies[divided_over], rank)
 
-    def weights_are_equal(self) -> bool:
-        """Return whether all ranks store the same weights, except for experts that are divided."""
-        return not self.partitions_weights and self.axis("zero").size == self.world_size
+    def weights_have_copies(self) -> bool:
+        """Return whether all ranks store the same weights, except for experts that are divided, or
+        all ranks of a pipeline stage.
+        """
+        return not self.partitions_weights and self.tensor == 1
 
     def training_shard(self, rank: int) -> tuple[int, int]:
         """Return (index, number of shards) for a rank's share of the training sequences."""

@@ -37,6 +37,7 @@ class Arrived(NamedTuple):
     gradient: Message | None = None
 
 
+Moved = dict[str, Message]  # in an exchange: "states", "gradient"
 Forward = Callable[[int, Message | None], Message | None]
 Backward = Callable[[int, Message | None], Message | None]
 
@@ -59,6 +60,7 @@ class Link:
     Attributes:
         waited_seconds: time in exchanges since `reset`, on a CPU.
         sent_bytes: since `reset`.
+        observe: called after each exchange with what was sent and what has arrived.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Link:
         # NCCL needs all ranks of a group in its first call, but a transfer is between neighbours.
         distributed.all_reduce(torch.zeros(1, device=device), group=transfers)
         self.waits: list[Any] = []
+        self.observe: Callable[[Moved, Moved], None] = lambda sent, arrived: None
         self.reset()
 
     @property
@@ -115,10 +118,12 @@ class Link:
             wants_states: whether the previous stage sends; ignored on the first stage.
             wants_gradient: whether the next stage sends; ignored on the last stage.
         """
-        operations, found = [], {}
-        for sent, peer in ((states, self._next), (gradient, self._previous)):
+        operations, moved, found = [], Moved(), Moved()
+        given = {"states": (states, self._next), "gradient": (gradient, self._previous)}
+        for name, (sent, peer) in given.items():
             if sent is not None and peer is not None:
                 values = sent.values.detach().contiguous()
+                moved[name] = Message(values, sent.counts)
                 assert values.dtype == self.dtype, (values.dtype, self.dtype)
                 assert values.shape == (*shape, self.width), (values.shape, shape, self.width)
                 self.sent_bytes += values.nbytes + 8 * self.num_counts
@@ -136,6 +141,7 @@ class Link:
             self._tick()
             with _Waiting(self):
                 wait_for_neighbours(operations)
+        self.observe(moved, found)
         return Arrived(**found)
 
     def _no_counts(self) -> torch.Tensor:

@@ -24,7 +24,6 @@ class Integrity(Feature):
             "stability",
             "detect silent hardware errors: compare states between steps, and recompute a step "
             "with suspicious gradients before it is applied",
-            not_with={"stages": "all stages would have to repeat their passes"},
         )
         replay_interval: int = count(
             "stability",
@@ -57,14 +56,17 @@ class Integrity(Feature):
 
     def attach(self, run: RunParts) -> None:
         from zerolm.integrity.checks import Checks
+        from zerolm.model.stages import stage_of
 
+        stage = stage_of(run.engine.module)
         self.journal = run.journal
         self.checks = Checks(
             run.engine,
             partial(run.gate.discard, run.engine),
             interval=self.settings.replay_interval,
             seed=self.settings.seed,
-            replicated=run.layout.weights_are_equal(),
+            replicated=run.layout.weights_have_copies(),
+            link=None if stage is None else stage.link,
             overflows_are_normal=self.plan.ds.precision == "fp16",
         )
 

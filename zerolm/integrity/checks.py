@@ -16,6 +16,7 @@ import torch
 from zerolm.common.errors import CorruptionError
 from zerolm.common.faults import FLIP
 from zerolm.distributed.collectives import gather_objects
+from zerolm.distributed.pipeline import Link
 from zerolm.engine.gradients import gradients
 from zerolm.engine.protocol import Engine
 from zerolm.integrity.bounds import Bounds
@@ -60,7 +61,8 @@ class Checks:
         discard: clears the accumulated gradient.
         interval: in each interval of this many steps, a random step is recomputed; 0: none.
         seed: seed for the random choice of recomputed steps.
-        replicated: whether every rank stores all weights.
+        replicated: whether ranks store the same weights, as in `Layout.weights_have_copies`.
+        link: to the neighbouring pipeline stages, if there are any.
         overflows_are_normal: whether gradients may be infinite, as when fp16 searches for its loss
             scale.
 
@@ -78,6 +80,7 @@ class Checks:
         seed: int,
         replicated: bool,
         overflows_are_normal: bool,
+        link: Link | None = None,
     ):
         self._engine, self._discard = engine, discard
         self._interval, self._seed = interval, seed
@@ -87,7 +90,7 @@ class Checks:
         self._tolerance = 0.0  # relative difference between norms; 0: bits must be equal
         self._watched: tuple[Sequence[Batch], str | None] | None = None  # in a first pass
         self.summed: Sequence[float] = ()
-        self._recorder = PassRecorder(engine)
+        self._recorder = PassRecorder(engine, link)
         self._seal = Seal(engine, replicated and engine.world_size > 1)
         self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
 
@@ -151,7 +154,7 @@ class Checks:
         Returns None except in the first pass of a step.
 
         Args:
-            losses: the mean loss of each micro-batch.
+            losses: the mean loss of each micro-batch, if this rank computes losses.
         """
         if self._watched is None:
             return None
@@ -159,7 +162,7 @@ class Checks:
         device = self._engine.device
         if fault == FLIP:
             flip_bit(max((each for _, each in gradients(self._engine)), key=torch.numel))
-        largest = losses[0] if len(losses) == 1 else torch.stack(list(losses)).max()
+        largest = torch.stack([*losses]).max() if losses else torch.ones((), device=device)
         norms = self._recorder.norms()
         figures = torch.cat([norms.to(device), largest.to(device, torch.float32)[None]])
         odd = self._bounds.add(figures)
@@ -243,7 +246,8 @@ class Checks:
         texts = [f"{shown(where)}: {'; '.join(lines)}" for where, lines in found if lines]
         if guilty:
             return self._error(step, f"changed in memory: {' | '.join(texts)}", guilty)
-        ranks = sorted({rank for share in range(len(digests)) for rank in _odd(digests, share)})
+        slots = {slot for each in digests for slot in each}
+        ranks = sorted({rank for slot in slots for rank in _odd(digests, slot)})
         guilty = [found[rank][0] for rank in ranks]
         return self._error(step, f"ranks have different copies of {self._seal.copied}", guilty)
 
@@ -256,11 +260,11 @@ class Checks:
         )
 
 
-def _odd(digests: Sequence[Mapping[int, int]], share: int) -> list[int]:
-    """Return the ranks whose digest of a share differs from that of most; if there is no majority,
+def _odd(digests: Sequence[Mapping[int, int]], slot: int) -> list[int]:
+    """Return the ranks whose digest in a slot differs from that of most; if there is no majority,
     all that have it.
     """
-    found = {rank: each[share] for rank, each in enumerate(digests) if share in each}
+    found = {rank: each[slot] for rank, each in enumerate(digests) if slot in each}
     values = list(found.values())
     usual = max(values, key=values.count, default=0)
     clear = 2 * values.count(usual) > len(values)

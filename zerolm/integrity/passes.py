@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from zerolm.distributed.pipeline import Link, Moved
 from zerolm.engine.gradients import gradients
 from zerolm.engine.protocol import Engine
 from zerolm.integrity.digests import digest
@@ -16,27 +18,41 @@ NOISE_SHARE = 1e-3  # share of the norm over all gradients
 class Pass(NamedTuple):
     """The results of a pass on one rank, stored on the host.
 
+    The first four are lists of digests by micro-batch, in the order in which a rank gets or
+    computes them. A list is empty if a rank gets or computes no such values.
+
     Attributes:
-        losses: bits of this rank's micro-batch losses.
-        chain: digests of the gradients of this rank's input embeddings, by micro-batch. These
-            gradients depend on every activation and its gradient. The list is empty if embeddings
-            are not trained.
+        received: hidden states from the previous pipeline stage.
+        results: bits of losses, or hidden states for the next pipeline stage.
+        returned: gradients of these states.
+        chain: gradients of the input embeddings, if they are trained, or of the received states.
+            They depend on every activation and its gradient.
         gradients: digests of this rank's part of the reduced gradient, by parameter.
         norms: 2-norms of this rank's part of the reduced gradient, by parameter.
     """
 
-    losses: list[int]
+    received: list[int]
+    results: list[int]
+    returned: list[int]
     chain: list[int]
     gradients: list[int]
     norms: list[float]
 
     def own_work_differs(self, other: "Pass") -> bool:
-        """Return whether this rank's losses or embedding gradients differ between the passes."""
-        return (self.losses, self.chain) != (other.losses, other.chain)
+        """Return whether this rank computed different values from what it got alike."""
+        for number in range(max(map(len, self[:4]))):
+            for mine, others, is_own in zip(
+                self[:4], other[:4], (False, True, False, True), strict=True
+            ):
+                if mine and mine[number] != others[number]:
+                    if is_own:
+                        return True
+                    break
+        return False
 
     def same_bits(self, other: "Pass") -> bool:
         """Return whether both passes are bit-identical."""
-        return not self.own_work_differs(other) and self.gradients == other.gradients
+        return self[:5] == other[:5]
 
     def changed(self, other: "Pass", names: Sequence[str]) -> list[str]:
         """Return the names of the parameters whose gradients differ between the passes."""
@@ -64,25 +80,39 @@ class PassRecorder:
 
     Args:
         engine: a DeepSpeed engine; a hook is added to its model permanently.
+        link: of a pipeline stage; it is observed permanently.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, link: Link | None = None):
         self._engine = engine
-        self._chain: list[torch.Tensor] = []
+        self._digests: dict[str, list[torch.Tensor]] = {}
         self._recording = False
+        if link is not None:
+            link.observe = self._after_exchange
         embeddings = engine.module.get_input_embeddings()
         embeddings.register_forward_hook(self._after_embeddings)
 
     def begin(self) -> None:
         """Start a pass."""
-        self._chain, self._recording = [], True
+        self._digests = {kind: [] for kind in Pass._fields[:4]}
+        self._recording = True
+
+    def _add(self, kind: str, values: torch.Tensor) -> None:
+        if self._recording:
+            self._digests[kind].append(digest(values))
+
+    def _after_exchange(self, sent: Moved, arrived: Moved) -> None:
+        messages = {
+            "received": arrived.get("states"), "results": sent.get("states"),
+            "returned": arrived.get("gradient"), "chain": sent.get("gradient"),
+        }  # fmt: skip
+        for kind, message in messages.items():
+            if message is not None:
+                self._add(kind, message.values)
 
     def _after_embeddings(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
         if self._recording and torch.is_tensor(output) and output.requires_grad:
-            output.register_hook(self._add)
-
-    def _add(self, gradient: torch.Tensor) -> None:
-        self._chain.append(digest(gradient))
+            output.register_hook(partial(self._add, "chain"))
 
     def end(self) -> None:
         """End the recording of a pass, so later forward passes are not recorded."""
@@ -101,15 +131,12 @@ class PassRecorder:
         """Return the completed pass; waits for the device.
 
         Args:
-            losses: the loss of each micro-batch on this rank.
+            losses: the loss of each micro-batch on this rank, if it computes losses.
         """
-        digests = [digest(each) for each in self._slices()]
-        return Pass(
-            [int(digest(loss[None])) for loss in losses],
-            torch.stack(self._chain).tolist() if self._chain else [],
-            torch.stack(digests).tolist() if digests else [],
-            self.norms().tolist(),
-        )
+        digests = {**self._digests, "gradients": [digest(each) for each in self._slices()]}
+        digests["results"] = [*digests["results"], *(digest(loss[None]) for loss in losses)]
+        found = {kind: torch.stack(each).tolist() if each else [] for kind, each in digests.items()}
+        return Pass(**found, norms=self.norms().tolist())
 
     def names(self) -> list[str]:
         """Return the names of the parameters whose gradients are at least partly on this rank."""

@@ -14,6 +14,7 @@ from torch import distributed
 from zerolm.engine.experts import divided_groups, divided_parameters
 from zerolm.engine.parameters import residence
 from zerolm.engine.protocol import Engine
+from zerolm.engine.stages import groups_of, num_replicas
 from zerolm.engine.states import WEIGHTS, State, parameters_in, shard_group, states
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
 
@@ -29,9 +30,10 @@ class Seal:
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        replicated: whether every rank stores all weights, so their digests must be equal. With
-            `--shard_within`, the digests of the groups' states must be equal too; with
-            `--expert_parallel`, those of experts on the ranks that have the same.
+        replicated: whether ranks store the same weights, so their digests must be equal: all
+            ranks, or those of a pipeline stage. With `--shard_within`, the digests of the groups'
+            states must be equal too; with `--expert_parallel`, those of experts on the ranks that
+            have the same. Different weights have digests in different slots.
 
     Attributes:
         copied: description of the replicated states, for messages.
@@ -40,15 +42,20 @@ class Seal:
     def __init__(self, engine: Engine, replicated: bool):
         self._engine, self._replicated = engine, replicated
         group = shard_group(engine)
-        in_groups = replicated and distributed.get_world_size(group) < engine.world_size
+        alike = num_replicas(engine.optimizer)
+        in_groups = replicated and distributed.get_world_size(group) < alike
         self._group = group if in_groups else None
         self.copied = "weights or optimizer states" if in_groups else "the weights"
         self._divided = divided_groups(engine) if replicated else set()
-        self._share, self._shares = 0, 0  # which experts this rank has, of how many shares
+        stages = groups_of(engine.optimizer)
+        self._slot, self._common = (0, 1) if stages is None else (stages.stage, stages.stages)
+        self._slots = self._common  # those of experts follow the slots of other weights
         if self._divided:
             each = next(iter(divided_parameters(engine.module).values()))
             own = residence(each)
-            self._share, self._shares = own.start // own.length, own.shape[0] // own.length
+            degree = own.shape[0] // own.length
+            self._expert_slot = self._common + self._slot * degree + own.start // own.length
+            self._slots += self._common * degree
         self._states: list[State] = []
         # keyed by address, size and dtype
         self._digests: dict[tuple[int, int, torch.dtype], Callable[[], torch.Tensor]] = {}
@@ -111,7 +118,7 @@ class Seal:
         known = cost if cost < 1.0 else 0.0  # zero also if neither has been measured
         if not self._sealed:
             if known != self._idle_cost:
-                size = 3 + 2 * PARTS * (1 + self._shares) * self._replicated
+                size = 3 + 2 * PARTS * self._slots * self._replicated
                 self._idle = torch.zeros(size, dtype=torch.float64, device=device)
                 self._idle[0].fill_(known)  # copying a tensor would wait for the device
                 self._idle_cost = known
@@ -130,9 +137,9 @@ class Seal:
         if not self._replicated:
             return torch.cat([head, changed])
         shifts = torch.arange(PARTS, device=device) * PART_BITS
-        digests = torch.zeros(1 + self._shares, dtype=torch.int64, device=device)
-        for share, each in self._of_copies(self._states, self._now).items():
-            digests[share] = each
+        digests = torch.zeros(self._slots, dtype=torch.int64, device=device)
+        for slot, each in self._of_copies(self._states, self._now).items():
+            digests[slot] = each
         bits = ((digests[:, None] >> shifts) & ((1 << PART_BITS) - 1)).flatten()
         return torch.cat([head, changed, torch.cat([bits, bits.square()]).double()])
 
@@ -148,7 +155,8 @@ class Seal:
         self._interval = min(MAX_INTERVAL, max(1, -int(-cost / world_size // BUDGET)))
         half, unequal = len(parts) // 2, False
         for number, (total, square) in enumerate(zip(parts[:half], parts[half:], strict=True)):
-            copies = int(count) // (self._shares if number >= PARTS else 1)
+            is_common = number // PARTS < self._common
+            copies = int(count) // (self._common if is_common else self._slots - self._common)
             unequal |= copies * int(square) != int(total) ** 2  # exact, unlike float products
         return changed > 0, unequal
 
@@ -164,12 +172,12 @@ class Seal:
         return lines
 
     def digests_of_copies(self) -> dict[int, int]:
-        """Return the digests of the states that are replicated on other ranks, by share of the
-        experts, 0 for what all ranks have. Every rank must call this.
+        """Return the digests of the states that are replicated on other ranks, by slot. Every rank
+        must call this.
         """
         now = list(states(self._engine))
         found = self._of_copies(now, [piecewise(state.values) for state in now])
-        return {share: int(each) for share, each in found.items()}
+        return {slot: int(each) for slot, each in found.items()}
 
     def _of_copies(
         self, now: Sequence[State], digests: Sequence[torch.Tensor]
@@ -186,9 +194,9 @@ class Seal:
             of_group = torch.cat(others).sum()
             distributed.all_reduce(of_group, group=self._group)
             total += of_group
-        found = {0: total}
+        found = {self._slot: total}
         if experts:
-            found[1 + self._share] = torch.cat(experts).sum()
+            found[self._expert_slot] = torch.cat(experts).sum()
         return found
 
     def _parameters(self, state: State, piece: int) -> list[str]:

@@ -36,8 +36,8 @@ def test_ranks_with_equal_weights_and_with_equal_states():
         assert groups.axis("shards", rank) == Axis(2, rank % 2, pair)
         assert groups.axis("copies", rank) == Axis(4, rank // 2, range(rank % 2, 8, 2))
         assert list(plain.axis("copies", rank).ranks) == [rank]
-    assert [each.weights_are_equal() for each in (plain, tensor, groups)] == [True, False, True]
-    assert not Layout(8, partitions_weights=True).weights_are_equal()
+    assert [each.weights_have_copies() for each in (plain, tensor, groups)] == [True, False, True]
+    assert not Layout(8, partitions_weights=True).weights_have_copies()
     assert [each.ranks_per_copy for each in (plain, tensor, groups)] == [8, 8, 2]
     assert plain.weight_copies(None, 3) == tensor.weight_copies(None, 3) == Axis(8, 3, range(8))
     assert tensor.weight_copies("tensor", 3) == Axis(4, 1, range(1, 8, 2))
@@ -62,7 +62,7 @@ def test_ranks_of_a_stage_are_neighbours_and_the_last_stage_counts_losses():
         assert layout.counts_parameter(rank, is_divided=False), "each stage has its own"
     assert layout.replicas == layout.gradient_divisor == layout.shards == 2
     assert (layout.copies, layout.ranks_per_copy, layout.replica_size) == (1, 8, 4)
-    assert not layout.weights_are_equal() and layout.forms == []
+    assert layout.weights_have_copies() and layout.forms == []
     assert layout.describe() == "2 data parallel x 4 stages"
 
 

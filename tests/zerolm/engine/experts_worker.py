@@ -155,7 +155,7 @@ def main(output: str) -> None:
     report[1], report[3] = gathered_and_set(engine), gathered_and_set(engine_of(3))
     report["named"] = []
     for group, guilty in ((0, 2), (1, 3)):
-        seal = Seal(engine, replicated=LAYOUT.weights_are_equal())
+        seal = Seal(engine, replicated=LAYOUT.weights_have_copies())
         found = [copies_differ(seal)]
         weights = [state.values for state in states(engine) if state.kind == "weights"]
         if guilty == RANK:

@@ -2,8 +2,10 @@
 
     RANK=0 WORLD_SIZE=2 ... python integrity_worker.py JOBS.json REPORT.json
 
-A job: `flags` of pretrain.py, and `flip`: place, rank and step of the bit. The report has for each
-the digest of all weights after the last step, the events, and the error that ended it.
+A job: `flags` of pretrain.py, and `flip`: place, rank and step of the bit. The place is a kind of
+state, "activation" or "gradient" (of one, on the way back), or "copy": weights in the update. The
+report has for each the digest of all weights after the last step, the events, and the error that
+ended it.
 """
 
 import json
@@ -28,14 +30,33 @@ def flip(run, place: str, step: int) -> None:
         if state.kind == place:
             flip_bit(state.values, bit=3)
             return
+    blocks = run.engine.module.model.layers  # some may be on other pipeline stages
+    module = next(block.mlp.up_proj for block in blocks if hasattr(block, "mlp"))
     if place == "activation":
-        module = run.engine.module.model.layers[0].mlp.up_proj
 
         def hook(module, inputs, output) -> None:
             handle.remove()
             flip_bit(output.data, bit=-3)
 
         handle = module.register_forward_hook(hook)
+    elif place == "gradient":
+
+        def backward_hook(module, of_inputs, of_outputs) -> None:
+            handle.remove()
+            flip_bit(of_inputs[0].data, bit=-3)
+
+        handle = module.register_full_backward_hook(backward_hook)
+    elif place == "copy":
+        (checks,) = (each.checks for each in run.features if each.name == "integrity")
+        end_step = checks.end_step
+
+        def end(number: int) -> None:
+            weights = next(each for each in states(run.engine) if each.kind == "weights")
+            flip_bit(weights.values, bit=3)
+            end_step(number)
+            checks.end_step = end_step
+
+        checks.end_step = end
 
 
 def train(job: dict, device) -> dict:

@@ -20,9 +20,15 @@ CHECKED = ["--corruption_checks", "--replay_interval", 3]
 WITHOUT: list[str] = []
 
 
-def run_jobs(directory: Path, profiles: dict[str, Path], jobs: list[tuple]) -> list[dict]:
+def run_jobs(
+    directory: Path,
+    profiles: dict[str, Path],
+    jobs: list[tuple],
+    ranks: int = 2,
+    dropout: float = 0.1,
+) -> list[dict]:
     """Run jobs (profile, flags, flip, fault); return what the worker reports of each."""
-    model = write_json(directory / "model.json", {**LLAMA, "attention_dropout": 0.1})
+    model = write_json(directory / "model.json", {**LLAMA, "attention_dropout": dropout})
     corpus = write_shards(directory / "corpus", num_documents=60)
     written = []
     for number, (name, more, flip, fault) in enumerate(jobs):
@@ -32,7 +38,7 @@ def run_jobs(directory: Path, profiles: dict[str, Path], jobs: list[tuple]) -> l
         written.append({"flags": [str(each) for each in flags], "flip": flip, "fault": fault})
     report = directory / "report.json"
     path = write_json(directory / "jobs.json", written)
-    run_workers(2, WORKER, path, report, timeout=600)
+    run_workers(ranks, WORKER, path, report, timeout=600)
     return json.loads(report.read_text())
 
 
@@ -74,6 +80,35 @@ def test_a_flipped_bit_is_found_named_and_never_learned_from(tmp_path, stage, bf
     assert len(event["parameters"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "bf16"),
+    [(2, 1, False), pytest.param(4, 1, True, marks=pytest.mark.soak)],
+    ids=["2x1", "2x2"],
+)
+def test_the_pipeline_stage_that_computes_wrongly_is_named(tmp_path, ranks, stage, bf16) -> None:
+    """Others get wrong states or gradients from it. Copies of weights are those of a stage."""
+    zero = json.loads(profile(tmp_path / "zero.json", stage, bf16).read_text())
+    profiles = {"stages": write_json(tmp_path / "ds.json", {**zero, "pipeline": {"stages": 2}})}
+    last = ranks - 1
+    jobs = [("stages", WITHOUT, None, ""), ("stages", CHECKED, None, "")]
+    faulty = [("activation", 0), ("activation", last), ("gradient", 0), ("gradient", last)]
+    jobs += [("stages", CHECKED, (place, rank, 1), "") for place, rank in faulty]
+    jobs += [("stages", CHECKED, ("exp_avg", last, 4), "")]
+    jobs += [("stages", CHECKED, ("copy", last, 4), "")] * (ranks > 2)
+    plain, checked, *found = run_jobs(tmp_path, profiles, jobs, ranks, dropout=0.0)
+    assert checked["final"] == plain["final"] and "replayed" in names(checked)
+    assert not {"corrupted", "corrupt_step", "nondeterministic"} & {*names(checked)}
+    for (_, rank), each in zip(faulty, found, strict=False):
+        assert each["error"] is None and each["final"] == plain["final"]
+        (event,) = (event for event in each["events"] if event["event"] == "corrupt_step")
+        assert [place["rank"] for place in event["places"]] == [rank]
+    message, guilty, _ = found[4]["error"]
+    assert [each["rank"] for each in guilty] == [last] and "exp_avg, in model." in message
+    if ranks > 2:  # the two copies of a stage
+        message, guilty, _ = found[5]["error"]
+        assert [each["rank"] for each in guilty] == [2, 3] and "different copies" in message
+
+
 @pytest.mark.soak
 def test_replays_change_no_bit_at_any_stage_precision_and_offload(tmp_path) -> None:
     profiles = {
@@ -105,7 +140,7 @@ def test_kernels_without_a_fixed_order_do_not_end_a_run_at_its_first_replay(apar
     result = SimpleNamespace(micro_losses=None)
 
     def tolerance_after(norms, started):
-        passes = iter([Pass([n], [], [n], each) for n, each in enumerate(norms)])
+        passes = iter([Pass([], [n], [], [], [n], each) for n, each in enumerate(norms)])
         integrity._started, integrity._tolerance = started, 0.0
         integrity._recorder = SimpleNamespace(
             begin=lambda: None, end=lambda: None, result=lambda losses: next(passes)

@@ -50,7 +50,6 @@ def test_the_accepted_combinations():
         ({"pipeline": {"stages": 7}}, {}, {}, "6 blocks"),
         ({"pipeline": {"stages": 2, "layers": [4, 4]}}, {}, {}, "has 8 blocks"),
         ({}, {"attention_dropout": 0.1}, {}, "attention_dropout"),
-        ({}, {}, {"corruption_checks": True}, "corruption_checks"),
         ({}, {}, {"prompts": "prompts.txt"}, "no rank has the whole model"),
         ({}, {}, {"memory_checkpoint_interval": 5}, "memory_checkpoint_interval"),
         ({}, {}, {"parametrization": "completep"}, "parametrization"),
