@@ -237,6 +237,26 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path, corpus, name, stage,
 
 
 @pytest.mark.soak
+def test_a_killed_run_resumes_from_the_copies_in_memory(tmp_path, corpus) -> None:
+    found = {}
+    for run, fault in (("uninterrupted", {}), ("killed", {"FAULT": "step.begin:3:8:kill"})):
+        (tmp_path / run).mkdir()
+        arguments = flags(
+            tmp_path / run, corpus, "run", TIED, 1, 2, "--checkpoint_interval", 100,
+            "--memory_checkpoint_interval", 3, bf16=True,
+        )  # fmt: skip
+        done = run_ranks(4, *arguments, **fault)
+        if fault:
+            assert done.returncode != 0
+            done = run_ranks(4, *arguments)
+            [resume] = events(tmp_path / run / "run", "resume")
+            assert resume["step"] == 6 and "resume: /dev/shm/" in done.stdout, done.stdout[-3000:]
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[run] = run_digest.digest(tmp_path / run / "run")
+    assert run_digest.differences(found["killed"], found["uninterrupted"]) == []
+
+
+@pytest.mark.soak
 def test_a_rollback_and_a_branch_are_those_of_a_whole_model(tmp_path, corpus) -> None:
     found, rolled_back = {}, {}
     for stages in (1, 2):  # the last rank computes losses

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,6 @@ class MemoryCopies(Feature):
             "STEPS",
             minimum=0,
             default=0,
-            not_with={"stages": "stages have different weights"},
         )
 
     @classmethod
@@ -68,7 +67,8 @@ class MemoryCopies(Feature):
             return
         (rank, host), ranks = sizes(plan), machine.ranks_of_host(environment)
         ranks = min(ranks, plan.layout.ranks_per_copy)  # ranks with different states
-        required = memory.KEPT * (ranks * rank + host)
+        stages = -(-ranks // plan.layout.replicas) if plan.layout.stages > 1 else 1
+        required = memory.KEPT * (ranks * rank + stages * host)
         needed = max(0, required - memory.bytes_on_host(plan.run_dir))
         places = {
             str(memory.SHARED_MEMORY): machine.free_bytes(memory.SHARED_MEMORY),
@@ -92,7 +92,8 @@ class MemoryCopies(Feature):
         rank, host = sizes(plan)
         line = f"every {plan.settings.memory_checkpoint_interval} steps, {memory.SHARED_MEMORY}: "
         line += f"{memory.KEPT} x {shown_bytes(rank)} per rank"
-        line += f" and {memory.KEPT} x {shown_bytes(host)} per host" if host else ""
+        where = "stage on a host" if plan.layout.stages > 1 else "host"
+        line += f" and {memory.KEPT} x {shown_bytes(host)} per {where}" if host else ""
         return {"copies in memory": line}
 
     @classmethod
@@ -134,18 +135,22 @@ class MemoryCopies(Feature):
 
 def sizes(plan: Any) -> tuple[int, int]:
     """Return the bytes of one copy per rank, and the additional bytes per host for the weights
-    under ZeRO-1 and 2.
+    under ZeRO-1 and 2; with pipeline stages, those of the largest.
 
-    There, all ranks on a host load the same file of weights, so only one rank writes it. A rank
-    whose weights are not in it computes them from its master weights.
+    There, all ranks on a host, or of a stage on it, load the same file of weights, so only one rank
+    writes it. A rank whose weights are not in it computes them from its master weights.
     """
     from zerolm.plan import memory
+    from zerolm.plan.rank_share import shapes_of_rank
 
-    shapes, profile = plan.model.shapes, plan.ds
+    shapes, profile, ranks = plan.model.shapes, plan.ds, plan.layout.ranks_per_copy
+    if plan.layout.stages > 1:
+        shapes, ranks = shapes_of_rank(shapes, plan.layout, profile.stage_layers)
+        profile = replace(profile, stages=1)
     kept, experts = plan.settings.kept_bytes(), plan.layout.experts
     total = memory.checkpoint_bytes(shapes, profile, kept_bytes=kept, experts=experts)
     weights = memory.weight_file_bytes(shapes, profile, experts)
-    return -(-(total - weights) // plan.layout.ranks_per_copy), weights
+    return -(-(total - weights) // ranks), weights
 
 
 def free_memory() -> int | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.launching import LLAMA
+from tests.launching import LLAMA, write_json
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_inputs
 from zerolm.checkpoint import memory
 from zerolm.common import machine
@@ -36,6 +36,26 @@ def test_the_plan_has_the_bytes_of_both_copies(base, profile, shared) -> None:
     line += f" and 2 x {shown_bytes(shared * values)} per host" if shared else ""
     assert plan.derived["copies in memory"] == line
     assert "copies in memory" not in check.check(command(base), {}).derived
+
+
+def test_a_host_has_the_weights_of_its_pipeline_stages(base, tmp_path, monkeypatch) -> None:
+    """The last stage is the larger one, by a norm; four ranks of a host have both stages."""
+    config = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    path = write_json(tmp_path / "ds.json", {**config, "pipeline": {"stages": 2}})
+    flags = f"{FLAG} --deepspeed_config {path} --check --world_size 4 --hardware H100"
+    plan = check.check(command(base, flags), {})
+    values = (num_parameters() + LLAMA["hidden_size"]) // 2
+    line = f"every 5 steps, /dev/shm: 2 x {shown_bytes(12 * values // 2)} per rank"
+    line += f" and 2 x {shown_bytes(2 * values)} per stage on a host"
+    assert plan.derived["copies in memory"] == line
+    monkeypatch.setattr(memory_copies, "free_memory", lambda: 1)
+    for ranks, stages in ((2, 1), (4, 2)):
+        *_, problem = memory_copies.MemoryCopies.host_problems(
+            replace(plan, device="cpu"), {"LOCAL_SIZE": str(ranks)}
+        )
+        needed = 2 * (ranks * 12 * values // 2 + stages * 2 * values)
+        assert f"2 copies of {ranks} rank(s) need {shown_bytes(needed)}" in problem
 
 
 def test_a_host_without_room_is_refused_with_both_sizes(base, monkeypatch, tmp_path) -> None:

@@ -51,7 +51,6 @@ def test_the_accepted_combinations():
         ({"pipeline": {"stages": 2, "layers": [4, 4]}}, {}, {}, "has 8 blocks"),
         ({}, {"attention_dropout": 0.1}, {}, "attention_dropout"),
         ({}, {}, {"prompts": "prompts.txt"}, "no rank has the whole model"),
-        ({}, {}, {"memory_checkpoint_interval": 5}, "memory_checkpoint_interval"),
         ({}, {}, {"parametrization": "completep"}, "parametrization"),
     ],
 )  # fmt: skip
