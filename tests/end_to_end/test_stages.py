@@ -304,6 +304,30 @@ def test_a_run_starts_from_existing_weights(tmp_path, corpus, bf16) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_run_starts_with_the_optimizer_states_of_another(tmp_path, corpus, bf16) -> None:
+    """Of a whole model or of one in stages."""
+    more = ("--total_tokens", 4 * STEP_TOKENS)
+    cases = [(of, stages) for of in (1, 2) for stages in (1, 2)]
+    for stages in (1, 2):
+        arguments = flags(tmp_path, corpus, f"source-{stages}", TIED, 1, stages, *more, bf16=bf16)
+        runs_in_one_process.launch([{"flags": arguments}], tmp_path)
+    for stages in (1, 2):
+        jobs = []
+        for of in (1, 2):
+            states = ("--init_from", f"{tmp_path / f'source-{of}'}@4", "--init_optimizer")
+            run = f"{of}-to-{stages}"
+            arguments = flags(tmp_path, corpus, run, TIED, 1, stages, *more, *states, bf16=bf16)
+            jobs.append({"flags": arguments})
+        runs_in_one_process.launch(jobs, tmp_path)
+    found = [metrics(tmp_path / f"{of}-to-{stages}") for of, stages in cases]
+    for key, each in found[0].items():
+        if key[1] in ("train/loss", "train/param_norm", "train/update_ratio"):
+            values = [one[key] for one in found[1:]]
+            assert values == pytest.approx([each] * 3, rel=5e-3 if bf16 else 1e-6), key
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_stage_that_hangs_is_blamed_and_not_those_that_wait(tmp_path, corpus, rank) -> None:
     """Stages take part in different numbers of transfers, which are no collectives."""

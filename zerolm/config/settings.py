@@ -250,7 +250,6 @@ class Settings:
         "with --init_from RUN: also load the optimizer states of that run",
         changes_curve=True,
         unchangeable="the run was initialized with the old value",
-        not_with={"stages": "losses were not compared with those of a whole model"},
     )
     gradient_checkpointing: bool | str = flag(
         "model",
