@@ -23,6 +23,7 @@ from zerolm.engine import replaced
 from zerolm.engine.gradients import parts
 from zerolm.engine.muon import uses_muon
 from zerolm.engine.stages import groups_of, is_copy
+from zerolm.engine.states import partitions_of
 
 RefusalRule = Callable[[float], bool]  # takes the gradient norm; returns whether to refuse the step
 # At stage 3, and with offload, these methods update Muon's momentum before the norm is known. They
@@ -124,11 +125,15 @@ class StepGate:
         )
 
     def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return DeepSpeed's norm or list of norms per group, made infinite to refuse the step."""
+        """Return DeepSpeed's norm or list of norms per group, made infinite to refuse the step.
+
+        DeepSpeed sums the norms of pipeline stages group by group, but their groups may differ.
+        """
         # Imported here because it takes seconds.
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        norms = original(*args, **kwargs)
+        is_stage = groups_of(self._optimizer) is not None
+        norms = _global_norm(self._optimizer) if is_stage else original(*args, **kwargs)
         groups = norms if isinstance(norms, list) else [norms]
         # A group's norm of -1 is DeepSpeed's NaN; the combined norm is then infinite.
         total = float(combine_grad_norm_groups(groups))
@@ -150,8 +155,7 @@ class StepGate:
 
         Without tensor parallelism, each rank reads its own partition once to compute the norm. The
         norm is returned to DeepSpeed as a gradient with one value, and DeepSpeed clips only this
-        rank's partitions. Squares are summed in float64: torch's float32 sum on a CPU is 1% off for
-        1e8 values.
+        rank's partitions.
         """
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
@@ -168,25 +172,14 @@ class StepGate:
             assert not experts, "DeepSpeed's own MoE layers are not used here"
             norm = get_global_norm_of_tensors(gradients, mpu=mpu)  # `--agc` is refused here
         else:
-            counted = partitions
-            if stages is not None:
-                counted = [each for parameter, each in parts(optimizer) if not is_copy(parameter)]
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in counted]
-            zero = torch.zeros((), dtype=torch.float64, device=partitions[0].device)
-            square = torch.stack([*norms, zero]).square().sum()
-            if (ranks := torch.distributed.get_world_size()) > 1:
-                # over all copies, so that all get identical bits
-                torch.distributed.all_reduce(square)
-                shards = torch.distributed.get_world_size(optimizer.dp_process_group)
-                square /= ranks // shards if stages is None else 1
-            norm = square.sqrt().float()
+            norm = _global_norm(optimizer)
             # DeepSpeed sums the squares of what the stages of a replica return.
             counts = stages is None or stages.stage == 0
             gradients = [norm[None] if counts else torch.zeros_like(norm)[None]]
         total = float(norm)  # the step's only wait for this value
         if not self._decide(total):
             if math.isfinite(total) and (ratio := self.clip_parameters()) != 1.0:
-                gradients = [norm[None] * ratio]
+                gradients = [each * ratio for each in gradients]
             return gradients, {}
         return [torch.full_like(gradients[0][:1], math.inf)], {}
 
@@ -200,6 +193,29 @@ class StepGate:
 
     def _unless_refused(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if self.refused else original(*args, **kwargs)
+
+
+def _global_norm(optimizer: Any) -> torch.Tensor:
+    """Return the float32 norm of the gradient, without tensor parallelism. Every rank must call
+    this.
+
+    Squares are summed in float64: torch's float32 sum on a CPU is 1% off for 1e8 values.
+    """
+    stages = groups_of(optimizer)
+    if stages is None:
+        counted = optimizer.fp32_groups_gradient_flat_partition
+    else:
+        counted = [each for parameter, each in parts(optimizer) if not is_copy(parameter)]
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in counted]
+    device = partitions_of(optimizer)[0].device
+    square = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)])
+    square = square.square().sum()
+    if (ranks := torch.distributed.get_world_size()) > 1:
+        # over all copies, so that all get identical bits
+        torch.distributed.all_reduce(square)
+        shards = torch.distributed.get_world_size(optimizer.dp_process_group)
+        square /= ranks // shards if stages is None else 1
+    return square.sqrt().float()
 
 
 def _never(grad_norm: float) -> bool:

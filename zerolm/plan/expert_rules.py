@@ -75,9 +75,9 @@ def stage_problems(plan: "Plan") -> list[str]:
         return []
     return [
         f"{settings.where('expert_parallel')}: {settings.expert_parallel} is not supported with "
-        f"{plan.ds.name}: {LAYERS_KEY}: {layers}: stage {without[0]} (from 0) has no experts, but "
-        f"DeepSpeed adds the norms of each parameter group over all stages. Give each stage a "
-        f"layer with experts, or use fewer stages."
+        f"{plan.ds.name}: {LAYERS_KEY}: {layers}: stage {without[0]} (from 0) has no experts, "
+        f"which was not compared with a reference. Give each stage a layer with experts, or use "
+        f"fewer stages."
     ]
 
 

@@ -18,7 +18,6 @@ from zerolm.attention import choice
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError
 from zerolm.distributed import ulysses
-from zerolm.distributed.collectives import require_same_on_all_ranks
 from zerolm.distributed.pipeline import Link
 from zerolm.ds_config.muon import not_matrices, transposed_shapes
 from zerolm.ds_config.profile import Profile
@@ -201,8 +200,6 @@ def initialize(
         sharding_within(plan.layout.shard_within) as across,
     ):
         groups = parameter_groups(model, weight_decay, profile.optimizer.params, factors)
-        if plan.layout.stages > 1:
-            _require_same_groups(groups)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, mpu=mpu, model_parameters=groups, config=profile.json
         )
@@ -216,18 +213,6 @@ def initialize(
     if profile.optimizer.kind == "lion":
         fix_lion_zero_updates(engine.optimizer.optimizer)
     return engine
-
-
-def _require_same_groups(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse stages with other parameter groups than others, over which DeepSpeed sums norms one by
-    one. Every rank must call this.
-    """
-    options = [{key: each[key] for key in sorted(each.keys() - {"params"})} for each in groups]
-    require_same_on_all_ranks(
-        options,
-        "--deepspeed_config: pipeline.stages: a stage has other parameter groups, with and without "
-        "weight decay, than the first. Use fewer stages.",
-    )
 
 
 def torch_dtype(profile: Profile) -> torch.dtype:
