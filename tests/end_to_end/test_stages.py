@@ -7,7 +7,10 @@ separate documents, the average of the weights, validation.
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,8 +18,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end import plain_pytorch, run_digest, runs_in_one_process
-from tests.end_to_end.recipe import STEP_TOKENS, WARMUP_TOKENS, recipe
+from tests.end_to_end import (
+    plain_optimizers,
+    plain_pytorch,
+    run_digest,
+    runs_in_one_process,
+    test_optimizers,
+)
+from tests.end_to_end.killed_runs import stopped_and_resumed
+from tests.end_to_end.recipe import PEAK, STEP_TOKENS, WARMUP_TOKENS, recipe
 from tests.end_to_end.recipe import profile as profile_of
 from tests.end_to_end.test_expert_parallel import metrics
 from tests.launching import LLAMA, events, rows, run_ranks, write_json
@@ -34,13 +44,18 @@ LIMITS = {
 
 
 def flags(base: Path, corpus: Path, run: str, model: dict, stage: int, stages: int, *more,
-          bf16: bool = False) -> list[object]:  # fmt: skip
-    """Return pretrain.py's flags for a run in `base / run`; 1 stage is the whole model."""
+          bf16: bool = False, **keys: Any) -> list[object]:  # fmt: skip
+    """Return pretrain.py's flags for a run in `base / run`; 1 stage is the whole model.
+
+    Args:
+        keys: further ones of DeepSpeed's JSON.
+    """
     name = f"{model['num_hidden_layers']}-{model['tie_word_embeddings']}"
     config = write_json(base / f"{name}.json", model)
-    file = profile_of(base / f"zero{stage}-{stages}-{bf16}.json", stage, bf16)
+    file = profile_of(base / f"{run}.json", stage, bf16)
     if stages > 1:
-        write_json(file, {**json.loads(file.read_text()), "pipeline": {"stages": stages}})
+        keys["pipeline"] = {"stages": stages}
+    write_json(file, {**json.loads(file.read_text()), **keys})
     found = recipe(config, corpus, base / run, file, STEPS, 1)
     return [
         *found, "--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off", *more
@@ -150,6 +165,107 @@ def test_initial_weights_are_those_of_a_whole_model(tmp_path, corpus) -> None:
         printed = runs_in_one_process.launch([{"flags": arguments, "until": 1}], tmp_path)
         prints += set(re.findall(r"(\d+ parameters .*fingerprint [0-9a-f]+)", printed))
     assert len(prints) == 2 and prints[0] == prints[1]
+
+
+class Case(NamedTuple):
+    """What is trained in stages and as a whole model.
+
+    Attributes:
+        keys: of DeepSpeed's JSON.
+        reference: arguments of `plain_pytorch.train`; None if that has no reference for it.
+    """
+
+    model: str
+    stage: int
+    bf16: bool = False
+    more: tuple[object, ...] = ()
+    keys: Mapping[str, Any] = MappingProxyType({})
+    reference: dict[str, Any] | None = None
+
+
+MUON: dict[str, Any] = {
+    "keys": {
+        "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}, "gradient_clipping": 0.0,
+        "communication_data_type": "fp32",
+    },
+    "reference": {"optimizer_of": plain_optimizers.muon(0.02 / PEAK), "clipping": 0.0},
+}  # fmt: skip
+OWN: dict[str, Any] = {
+    "keys": {"optimizer": test_optimizers.OWN, "zero_allow_untested_optimizer": True},
+    "reference": {"optimizer_of": plain_optimizers.rmsprop(0.6)},
+}
+NADAM = {"keys": {"optimizer": {"type": "NAdam"}, "zero_allow_untested_optimizer": True}}
+CASES = {
+    "muon": Case("tied", 1, **MUON),
+    "muon-zero2": Case("uneven", 2, **MUON),
+    "own": Case("tied", 1, **OWN),
+    "own-zero2": Case("untied", 2, **OWN),
+    "nadam": Case("tied", 1, **NADAM),
+}
+
+
+SHORT = ("muon",)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "divisions", "name"),
+    [
+        *((2, (2,), name) for name in SHORT),
+        *(pytest.param(4, (2, 4), name, marks=pytest.mark.soak) for name in CASES),
+    ],
+)
+def test_optimizers_and_clipping_equal_plain_pytorch_and_a_whole_model(
+    tmp_path, corpus, ranks, divisions, name
+) -> None:
+    """With four stages, those in the middle lack the parameter groups of embeddings and head. Runs
+    that are stopped and resumed have the same bits.
+    """
+    model, stage, bf16, more, keys, reference = CASES[name]
+    jobs = []
+    for stages in (1, *divisions):  # once an engine had stages, DeepSpeed builds no other
+        job = {
+            "flags": flags(
+                tmp_path, corpus, f"of-{stages}", MODELS[model], stage, stages, *more,
+                bf16=bf16, **keys,
+            ),
+            "exact": name.startswith("muon"),
+        }  # fmt: skip
+        jobs.append(job)
+    run = ("--run_dir", tmp_path / "resumed")
+    jobs += stopped_and_resumed({**job, "flags": [*job["flags"], *run]}, STEPS // 2)
+    runs_in_one_process.launch(jobs, tmp_path, ranks)
+    wrong = []
+    for stages in divisions:
+        apart = largest_differences(*(metrics(tmp_path / f"of-{each}") for each in (1, stages)))
+        if reference is not None:
+            curve = plain_pytorch.train(MODELS[model], corpus, steps=STEPS, bf16=bf16, **reference)
+            losses = np.array([*rows(tmp_path / f"of-{stages}", "train/loss").values()])
+            expected = np.array([step.loss for step in curve])
+            apart["plain PyTorch's loss"] = float(np.abs(losses / expected - 1).max())
+        shown = {
+            key: f"{each:.0e}" for key, each in apart.items() if each and "/layers." not in key
+        }
+        print(f"{name}, {ranks} ranks, {stages} stages:", shown)
+        limits = (5e-3, 5e-2) if bf16 else (1e-6, 1e-4)
+        wrong += [
+            f"{key} {each:.1e}" for key, each in apart.items() if each > limits["loss" not in key]
+        ]
+    assert not wrong, "\n".join(wrong)
+    one, other = tmp_path / f"of-{divisions[-1]}", tmp_path / "resumed"
+    assert rows(one, "train/loss") == rows(other, "train/loss")
+    files = (run_digest.tensors(run_digest.newest_checkpoint(each)) for each in (one, other))
+    assert next(files) == next(files)
+
+
+def largest_differences(whole: dict, divided: dict) -> dict[str, float]:
+    """Return the largest relative difference of each metric over all steps."""
+    divided = {key: each for key, each in divided.items() if not key[1].startswith("stages/")}
+    assert whole.keys() == divided.keys() and len(whole) > 12
+    found: dict[str, float] = {}
+    for (step, key), each in whole.items():
+        difference = abs(divided[step, key] - each) / max(abs(each), 1e-9)
+        found[key] = max(found.get(key, 0.0), difference)
+    return found
 
 
 FEATURES = (

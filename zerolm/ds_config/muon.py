@@ -246,6 +246,6 @@ def not_matrices(model: Any) -> list[Any]:
     tables = [module for module in model.modules() if isinstance(module, kinds)]
     tables += [model.get_input_embeddings(), model.get_output_embeddings()]
     return [
-        *(table.weight for table in tables if table is not None),
+        *(table.weight for table in tables if hasattr(table, "weight")),  # or on another stage
         *(each for name, each in model.named_parameters() if not decays(model, name)),
     ]

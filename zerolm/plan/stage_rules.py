@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm.common.remembered import recall
 from zerolm.config.settings import Settings, flags_of
 from zerolm.distributed.layout import Layout
+from zerolm.ds_config.optimizers import NEEDS_MUP
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.topology import LAYERS_KEY, STAGES_KEY
 from zerolm.model.architecture import ConfigKey, meta_model
@@ -18,7 +19,7 @@ from zerolm.model.architecture import ConfigKey, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-OPTIMIZERS = ("adam", "adamw")
+NOT_COMPARED = {"adagrad", "lion", *NEEDS_MUP}
 REMOVE = "Remove it, or the block"
 
 
@@ -108,7 +109,7 @@ def _profile_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[t
             "added theirs",
             "Use stage 1",
         )
-    if profile.optimizer.kind not in OPTIMIZERS:
+    if profile.optimizer.kind in NOT_COMPARED:
         yield f"optimizer.type {profile.optimizer.name}", "Use AdamW"
     if profile.precision == "fp16":
         yield "fp16: a stage gets gradients that are scaled already", "Use bf16"

@@ -208,7 +208,7 @@ def initialize(
     if existing is not None and existing.is_rounded_to(dtype) and plan.layout.tensor == 1:
         masters.set_masters(engine, existing.weights)
     if profile.uses_muon:
-        print_rank0(muon.describe(model))
+        print_rank0(of_stage + muon.describe(model))
     custom.preserve_state_dtypes(engine.optimizer.optimizer)
     if profile.optimizer.kind == "lion":
         fix_lion_zero_updates(engine.optimizer.optimizer)
