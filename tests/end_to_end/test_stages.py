@@ -183,6 +183,7 @@ class Case(NamedTuple):
     reference: dict[str, Any] | None = None
 
 
+AGC = {"more": ("--agc", 0.01), "reference": {"agc": 0.01}}
 MUON: dict[str, Any] = {
     "keys": {
         "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}, "gradient_clipping": 0.0,
@@ -196,6 +197,9 @@ OWN: dict[str, Any] = {
 }
 NADAM = {"keys": {"optimizer": {"type": "NAdam"}, "zero_allow_untested_optimizer": True}}
 CASES = {
+    "agc": Case("tied", 1, **AGC),
+    "agc-zero2": Case("uneven", 2, **AGC),
+    "agc-bf16": Case("tied", 1, True, **AGC),
     "muon": Case("tied", 1, **MUON),
     "muon-zero2": Case("uneven", 2, **MUON),
     "own": Case("tied", 1, **OWN),
@@ -204,7 +208,7 @@ CASES = {
 }
 
 
-SHORT = ("muon",)
+SHORT = ("agc", "muon")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +238,9 @@ def test_optimizers_and_clipping_equal_plain_pytorch_and_a_whole_model(
     run = ("--run_dir", tmp_path / "resumed")
     jobs += stopped_and_resumed({**job, "flags": [*job["flags"], *run]}, STEPS // 2)
     runs_in_one_process.launch(jobs, tmp_path, ranks)
+    acts = {"agc": "train/agc_clipped"}
+    if (key := acts.get(name.partition("-")[0])) is not None:
+        assert max(rows(tmp_path / "of-1", key).values()) > 0
     wrong = []
     for stages in divisions:
         apart = largest_differences(*(metrics(tmp_path / f"of-{each}") for each in (1, stages)))

@@ -49,7 +49,7 @@ class Agc(Feature):
             default=0.0,
             changes_curve=True,
             not_with=dict.fromkeys(
-                ("tensor", "sequence", "stages"), "norms are summed over the ranks of ZeRO only"
+                ("tensor", "sequence"), "norms are summed over the ranks of ZeRO only"
             ),
         )
 
@@ -96,14 +96,17 @@ class Agc(Feature):
         import torch
 
         from zerolm.engine.gradients import gradients
+        from zerolm.engine.stages import is_copy
         from zerolm.engine.states import master_slice
 
         zero = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        of_gradients = dict.fromkeys(self.parameters, zero)
+        counted = {name: each for name, each in self.parameters.items() if not is_copy(each)}
+        of_gradients = dict.fromkeys(counted, zero)
         of_weights = dict(of_gradients)
         for name, values in gradients(self.engine):
-            of_gradients[name] = of_gradients[name] + _square(values)
-        for name, parameter in self.parameters.items():
+            if name in counted:
+                of_gradients[name] = of_gradients[name] + _square(values)
+        for name, parameter in counted.items():
             own = master_slice(self.engine, parameter)
             if own is not None:
                 of_weights[name] = of_weights[name] + _square(own.values)
