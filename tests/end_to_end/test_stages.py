@@ -184,6 +184,7 @@ class Case(NamedTuple):
 
 
 AGC = {"more": ("--agc", 0.01), "reference": {"agc": 0.01}}
+QK_CLIP = {"more": ("--qk_clip", 0.02), "reference": {"qk_clip": 0.02}}
 MUON: dict[str, Any] = {
     "keys": {
         "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}, "gradient_clipping": 0.0,
@@ -200,6 +201,8 @@ CASES = {
     "agc": Case("tied", 1, **AGC),
     "agc-zero2": Case("uneven", 2, **AGC),
     "agc-bf16": Case("tied", 1, True, **AGC),
+    "qk_clip": Case("uneven", 1, **QK_CLIP),
+    "qk_clip-bf16": Case("tied", 1, True, **QK_CLIP),
     "muon": Case("tied", 1, **MUON),
     "muon-zero2": Case("uneven", 2, **MUON),
     "own": Case("tied", 1, **OWN),
@@ -238,7 +241,7 @@ def test_optimizers_and_clipping_equal_plain_pytorch_and_a_whole_model(
     run = ("--run_dir", tmp_path / "resumed")
     jobs += stopped_and_resumed({**job, "flags": [*job["flags"], *run]}, STEPS // 2)
     runs_in_one_process.launch(jobs, tmp_path, ranks)
-    acts = {"agc": "train/agc_clipped"}
+    acts = {"agc": "train/agc_clipped", "qk_clip": "train/clipped_heads"}
     if (key := acts.get(name.partition("-")[0])) is not None:
         assert max(rows(tmp_path / "of-1", key).values()) > 0
     wrong = []

@@ -50,7 +50,7 @@ class QkClip:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory. A hook is
             added to its optimizer permanently.
         threshold: largest logit allowed; 0: no clipping.
-        layers: projection outputs of each attention layer.
+        layers: projection outputs of each attention layer, which may be on another pipeline stage.
     """
 
     def __init__(self, engine: Any, threshold: float, layers: Sequence[Sequence[HeadOutputs]]):
@@ -74,8 +74,9 @@ class QkClip:
             scales = [
                 self._threshold / each if each > self._threshold else 1.0 for each in of_heads
             ]
+            own = [outputs for outputs in layer if outputs.parameter in self._parameters]
             if min(scales) < 1.0:
-                self._factors += [(outputs, outputs.factors(scales)) for outputs in layer]
+                self._factors += [(outputs, outputs.factors(scales)) for outputs in own]
         try:
             yield
         finally:

@@ -58,7 +58,7 @@ class QkClip(Feature):
             changes_curve=True,
             planned=True,
             not_with=dict.fromkeys(
-                ("tensor", "sequence", "stages"), "no rank has the logits of all heads and tokens"
+                ("tensor", "sequence"), "no rank has the logits of all heads and tokens"
             ),
         )
 

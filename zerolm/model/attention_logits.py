@@ -233,13 +233,15 @@ class AttentionLogits:
 
     Args:
         model: the engine's module, not compiled.
-        layers: the layers to measure; if empty, all methods do nothing.
+        layers: the layers to measure, some of which may be on other pipeline stages; if empty, all
+            methods do nothing.
     """
 
     def __init__(self, model: Any, layers: tuple[AttentionLayer, ...], device: torch.device):
         modules = dict(model.named_modules())
         self._model, self.layers = model, layers
-        self._numbers = {modules[layer.name]: number for number, layer in enumerate(layers)}
+        numbers = ((number, modules.get(layer.name)) for number, layer in enumerate(layers))
+        self._numbers = {module: number for number, module in numbers if module is not None}
         self._largest = [torch.empty(layer.num_heads, device=device) for layer in layers]
         self._documents: torch.Tensor | None = None
 
