@@ -197,6 +197,9 @@ OWN: dict[str, Any] = {
     "reference": {"optimizer_of": plain_optimizers.rmsprop(0.6)},
 }
 NADAM = {"keys": {"optimizer": {"type": "NAdam"}, "zero_allow_untested_optimizer": True}}
+COMPLETEP = {
+    "more": ("--parametrization", "completep", "--base_hidden_size", 48, "--base_layers", 1)
+}
 CASES = {
     "agc": Case("tied", 1, **AGC),
     "agc-zero2": Case("uneven", 2, **AGC),
@@ -208,6 +211,9 @@ CASES = {
     "own": Case("tied", 1, **OWN),
     "own-zero2": Case("untied", 2, **OWN),
     "nadam": Case("tied", 1, **NADAM),
+    "completep": Case("untied", 1, **COMPLETEP),
+    "completep-zero2": Case("uneven", 2, **COMPLETEP),
+    "completep-bf16": Case("untied", 1, True, **COMPLETEP),
 }
 
 

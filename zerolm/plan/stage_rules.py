@@ -35,11 +35,6 @@ def problems(settings: Settings, config: "PretrainedConfig", profile: Profile) -
     for flag, about in flags_of(settings).items():
         if getattr(settings, flag) and (why := about["not_with"].get("stages")):
             yield f"{settings.where(flag)}: not supported with {where}: {why}. Remove one of them."
-    if getattr(settings, "parametrization", "standard") != "standard":
-        yield (
-            f"{settings.where('parametrization')}: not supported with {where}: each stage would "
-            f"have other parameter groups. Remove one of them."
-        )
 
 
 def batch_problems(settings: Settings, profile: Profile, layout: Layout) -> Iterator[str]:
