@@ -272,6 +272,30 @@ def test_evaluations_with_divided_experts_equal_those_with_whole_ones(
         np.testing.assert_allclose(one["log_likelihoods"], two["log_likelihoods"], atol=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_evaluations_in_pipeline_stages_equal_those_of_a_whole_model(
+    tmp_path, texts, ranks
+) -> None:
+    """HellaSwag by item, CORE, lm-eval's tasks and samples; on two replicas and on one."""
+    tasks = ("--eval_tasks", "local_hellaswag,local_generation", "--eval_task_path")
+    tasks += (texts / "tasks", "--eval_task_items", TASK_ITEMS)
+    found = {}
+    for name, form in (("whole", None), ("divided", {"pipeline": {"stages": 2}})):
+        run_dir = tmp_path / name
+        done = train(texts, run_dir, 1, ranks, evaluated=True, form=form, interval=2, flags=tasks)
+        assert done.returncode == 0, done.stdout[-4000:]
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        keys = sorted({key for line in lines for key in json.loads(line) if key[:5] == "eval/"})
+        figures = {key: rows(run_dir, key) for key in keys}
+        assert "eval/local_generation/exact_match" in figures and "eval/core" in figures
+        found[name] = outcomes(run_dir)["outcomes"], figures, samples(run_dir)
+    (ours, figures, written), (theirs, *expected) = found["divided"], found["whole"]
+    assert [figures, written] == expected
+    for one, two in zip(ours, theirs, strict=True):
+        assert one["prediction"] == two["prediction"]
+        np.testing.assert_allclose(one["log_likelihoods"], two["log_likelihoods"], atol=1e-3)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sequence_parallel_evaluations_equal_those_without(tmp_path, texts, stage) -> None:
     """HellaSwag by item, lm-eval's tasks and samples."""

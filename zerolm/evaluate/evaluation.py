@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from zerolm.evaluate.text_coder import TextCoder
     from zerolm.plan.plan import Plan
 
-OWN_TEXTS = {  # not_with
-    "tensor": "ranks that share a matrix would evaluate different texts",
-    "stages": "no rank has the whole model",
-}
+OWN_TEXTS = {"tensor": "ranks that share a matrix would evaluate different texts"}  # not_with
 TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as defined by lm-eval.")
 
 

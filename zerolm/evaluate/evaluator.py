@@ -32,6 +32,11 @@ from zerolm.watchdog.progress import record_progress
 IsDue = Callable[[int], bool]
 
 
+def _ranks(plan: Plan, engine: Engine) -> Ranks:
+    index, size = plan.layout.evaluation_shard(engine.global_rank)
+    return Ranks(index, size, engine.world_size > 1)
+
+
 class Evaluations:
     """A run's evaluations on one rank. Every rank must make the same calls.
 
@@ -76,7 +81,7 @@ class Evaluations:
             coder,
             max_text_tokens(settings, plan.model.config, coder and coder.tokenizer),
             max_batch_tokens(settings.micro_batch_size * settings.seq_len, plan.model.config),
-            Ranks(engine.global_rank, engine.world_size),
+            _ranks(plan, engine),
             lambda: record_progress("evaluate"),
         )
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.model.compile import eager
-from zerolm.model.forward import next_logits
+from zerolm.model.forward import own_logits
 
 # Limit for a forward pass's float32 logits: with a chunked loss, training never stores the logits
 # of a complete micro-batch, so evaluation must not need memory for them either.
@@ -30,10 +30,17 @@ class Row(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """This rank, and the number of ranks that share the work; by default, a single process."""
+    """This rank, and the number of ranks that share the work; by default, a single process.
+
+    The pipeline stages of a replica are one rank here.
+
+    Attributes:
+        peers: whether there are other processes.
+    """
 
     rank: int = 0
     world_size: int = 1
+    peers: bool = False
 
 
 SINGLE_PROCESS = Ranks()
@@ -134,7 +141,7 @@ def log_likelihoods(
             if numbers:
                 where = torch.tensor(numbers, device=device)
                 sums[0, where], sums[1, where] = scored, likeliest.double()
-    if ranks.world_size > 1:
+    if ranks.peers:
         sum_over_ranks(sums)  # each row is scored on one rank, and the other ranks add zero
     sums = sums.cpu()
     return sums[0], sums[1] > 0.5
@@ -143,7 +150,10 @@ def log_likelihoods(
 def _score(
     model: Any, rows: Sequence[Row], columns: int, device: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score one batch, padded on the right to `columns`; causal attention ignores the padding."""
+    """Score one batch, padded on the right to `columns`; causal attention ignores the padding.
+
+    Returns zeros on pipeline stages that do not compute logits.
+    """
     inputs_BT = torch.zeros(len(rows), columns, dtype=torch.int64)
     targets_BT = torch.zeros(len(rows), columns, dtype=torch.int64)
     scored_BT = torch.zeros(len(rows), columns, dtype=torch.bool)
@@ -153,7 +163,10 @@ def _score(
         scored_BT[number, end - row.num_scored : end] = True
     inputs_BT, targets_BT = inputs_BT.to(device), targets_BT.to(device)
     scored_BT = scored_BT.to(device)
-    logits_BTV = next_logits(model, inputs_BT)
+    logits_BTV = own_logits(model, inputs_BT)
+    if logits_BTV is None:
+        nothing_B = torch.zeros(len(rows), dtype=torch.float64, device=device)
+        return nothing_B, nothing_B
     logits_NV, targets_N = logits_BTV[scored_BT].float(), targets_BT[scored_BT]
     losses_N = functional.cross_entropy(logits_NV, targets_N, reduction="none").double()
     missed_N = (logits_NV.argmax(-1) != targets_N).double()

@@ -69,7 +69,7 @@ class ModelRunner:
         Raises:
             ForwardError: a forward pass failed. After any other error, all ranks can continue.
         """
-        has_peers = self.ranks.world_size > 1
+        has_peers = self.ranks.peers
         try:
             with KeepAlive(self.tick, has_peers, self.device) as self._alive:
                 yield
@@ -89,7 +89,7 @@ class ModelRunner:
             return getattr(self, method)(requests) if requests else []
         try:
             with self._alive.paused():
-                if self.ranks.world_size > 1:
+                if self.ranks.peers:
                     broadcast_object((method, requests))
                 return getattr(self, method)(requests)
         except Exception as error:

@@ -15,7 +15,7 @@ from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
 from zerolm.evaluate.text_coder import TextCoder, max_length
 from zerolm.model.compile import eager
-from zerolm.model.forward import continued_logits, next_logits
+from zerolm.model.forward import continued_logits, on_every_stage, own_logits
 
 SYNC_INTERVAL = 8  # number of tokens between checks of whether all ranks are done
 MIN_LOGIT = -1e30  # finite, but its probability is zero next to any usual logit
@@ -121,6 +121,7 @@ def continuation(model: Any, prompt: Prompt, device: Any) -> Iterator[int]:
             if prompt.options.temperature == 0
             else torch.multinomial(probs_V, 1, generator=generator)
         )
+        token = int(on_every_stage(model, torch.tensor(token, device=device)))
         ids.append(token)
         unseen = [token] if cache else ids
         yield token
@@ -144,7 +145,7 @@ def _generate_one(
             new.append(next(tokens))
             done = len(new) == prompt.max_new_tokens or stop(new)
         elif ranks.world_size > 1:  # helps to gather the weights
-            next_logits(model, torch.tensor([[0]], device=device))
+            own_logits(model, torch.tensor([[0]], device=device))
         else:
             break
         if ranks.world_size == 1 or (number + 1) % SYNC_INTERVAL:

@@ -148,17 +148,26 @@ def next_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
 
     Every stage of a replica must call this, and gets them.
     """
-    inner = getattr(model, "module", model)
-    if (stage := stage_of(inner)) is None:
-        logits_BTV: torch.Tensor = model(input_ids=ids_BT, use_cache=False).logits
-        return logits_BTV
-    stage.received = _from_previous(stage, ids_BT)
+    inner, logits_BTV = getattr(model, "module", model), own_logits(model, ids_BT)
+    stage = stage_of(inner)
+    if logits_BTV is None:
+        assert stage is not None and stage.link is not None
+        shape = *ids_BT.shape, inner.config.get_text_config().vocab_size
+        logits_BTV = torch.empty(shape, dtype=stage.link.dtype, device=stage.link.device)
+    return on_every_stage(model, logits_BTV.contiguous())
+
+
+def own_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor | None:
+    """Like `next_logits`, but return None on the stages that do not compute logits."""
+    stage = stage_of(getattr(model, "module", model))
+    if stage is not None:
+        stage.received = _from_previous(stage, ids_BT)
     found = model(input_ids=ids_BT, use_cache=False)
-    if stage.is_last:
-        return on_every_stage(model, found.logits.contiguous())
+    if stage is None or stage.is_last:
+        logits_BTV: torch.Tensor = found.logits
+        return logits_BTV
     _to_next(stage, ids_BT, found)
-    vocabulary = inner.config.get_text_config().vocab_size
-    return on_every_stage(model, found.new_empty(*ids_BT.shape, vocabulary))
+    return None
 
 
 def continued_logits(
@@ -166,8 +175,12 @@ def continued_logits(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the logits after tokens that follow the cached ones, and the cache with these tokens.
 
-    The cache is empty before the first tokens, and always if the model has none.
+    The cache is empty before the first tokens, and always if the model has none. Every stage of a
+    replica must call this; stages have no cache, and all but the last get a zero for each token.
     """
+    if stage_of(getattr(model, "module", model)) is not None:
+        found = own_logits(model, ids_BT)
+        return torch.zeros(*ids_BT.shape, 1) if found is None else found, {}
     outputs = model(input_ids=ids_BT, use_cache=True, **cache)
     # Newer versions warn of the older name, so it is not read if the first one is there.
     kept = (name for name in CACHE_NAMES if getattr(outputs, name, None) is not None)

@@ -50,7 +50,6 @@ def test_the_accepted_combinations():
         ({"pipeline": {"stages": 7}}, {}, {}, "6 blocks"),
         ({"pipeline": {"stages": 2, "layers": [4, 4]}}, {}, {}, "has 8 blocks"),
         ({}, {"attention_dropout": 0.1}, {}, "attention_dropout"),
-        ({}, {}, {"prompts": "prompts.txt"}, "no rank has the whole model"),
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_by_name(profile, model, settings, words):
