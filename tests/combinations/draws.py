@@ -81,12 +81,9 @@ def divides_experts(draw: Draw) -> bool:
 
 def has_stages(draw: Draw) -> bool:
     """Return whether the layers of a draw can be divided over two ranks."""
-    features = {"compile", "fp8", "qk_clip", "completep", "integrity", "memory_copies"}
-    on = features & {name for name, value in draw.items() if value == ON}
-    excluded = on or draw["schedule"] == "warmup_lr" or draw["ranks"] == "1"
+    excluded = draw["fp8"] == ON or draw["schedule"] == "warmup_lr" or draw["ranks"] == "1"
     # Faults are injected into the loss of the first rank, which has none.
-    excluded = excluded or draw["between"] in ("samples", *FAULTS)
-    return not excluded and draw["optimizer"] == "adamw"
+    return not excluded and draw["between"] not in FAULTS and draw["optimizer"] != "lion"
 
 
 def pairs(draw: Draw) -> set[tuple[str, str]]:

@@ -205,7 +205,6 @@ CASES = {
     "agc-zero2": Case("uneven", 2, **AGC),
     "agc-bf16": Case("tied", 1, True, **AGC),
     "qk_clip": Case("uneven", 1, **QK_CLIP),
-    "qk_clip-bf16": Case("tied", 1, True, **QK_CLIP),
     "muon": Case("tied", 1, **MUON),
     "muon-zero2": Case("uneven", 2, **MUON),
     "own": Case("tied", 1, **OWN),
