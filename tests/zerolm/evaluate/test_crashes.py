@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.launching import LLAMA
+from zerolm.distributed.layout import Layout
 from zerolm.evaluate.crashes import EvaluationAttempts
 from zerolm.evaluate.evaluator import Evaluations
 from zerolm.evaluate.samples import Samples
@@ -72,7 +73,7 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     )
     plan = SimpleNamespace(
         settings=settings, run_dir=run_dir, ds=SimpleNamespace(zero_stage=zero_stage),
-        model=SimpleNamespace(config=AutoConfig.for_model(**LLAMA)),
+        model=SimpleNamespace(config=AutoConfig.for_model(**LLAMA)), layout=Layout(1),
         val_sources=[], val_source_names=[], val_sequences=1,
     )  # fmt: skip
     created = Evaluations(plan, engine, "cpu", {}, (), lambda *_: None)
