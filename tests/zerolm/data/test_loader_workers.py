@@ -102,9 +102,8 @@ def test_a_worker_killed_by_a_truncated_shard_names_it(sources, tmp_path):
     (worker,) = multiprocessing.active_children()
     os.truncate(copy.directory / "shard-00000.bin", 100)
     os.kill(worker.pid, signal.SIGBUS)
-    # From Python 3.14 on a fork server starts the workers, and torch does not learn of the signal.
-    death = "Bus error" if sys.version_info < (3, 14) else "exited unexpectedly"
-    with pytest.raises(RuntimeError, match=death) as caught:
+    # torch reports what it sees first, the signal or the death; a fork server's child, only that.
+    with pytest.raises(RuntimeError, match=r"Bus error|exited unexpectedly") as caught:
         for _ in batches:
             pass
     with pytest.raises(ShardReadError, match=r"shard-00000\.bin: 100 bytes, but the manifest says"):
