@@ -35,6 +35,11 @@ UNAVAILABLE = {
 NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
 # deepspeed/ops/*/cpu_*.py. ZeRO computes Muon's update; CPUAdam updates the other parameters.
 WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
+# zero/stage_1_and_2.py, initialize_optimizer_states; zero/stage3.py, initialize_optimizer_states.
+NEEDS_OFFLOAD = (
+    "needs zero_optimization.offload_optimizer: otherwise DeepSpeed's ZeRO makes torch's Adagrad "
+    "anew with one parameter group, and fails in the first step. Add the block, or use AdamW."
+)
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 FUSED_ADAM_PARAMS = ("bias_correction", "fp32_optimizer_states", "amsgrad")
 TORCH_ADAM_PARAMS = (
@@ -158,6 +163,8 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
             f"optimizer.type: {written} {why}, but ZeRO passes flat shards, so the loss curve "
             f"would depend on the world size. Use AdamW, Muon or Lion.",
         ]
+    if kind == "adagrad" and offload == "none" and profile.zero_stage:
+        problems.append(f"optimizer.type: {written} {NEEDS_OFFLOAD}")
     if kind not in map(str.lower, OPTIMIZERS):
         return problems + _torch_optimizer_problems(profile)
     if kind in NEEDS_MUP and importlib.util.find_spec("mup") is None:
@@ -212,6 +219,8 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
             f"optimizer.type: {name} is not tested with ZeRO, so DeepSpeed refuses it. Set "
             f"zero_allow_untested_optimizer to true, or use AdamW."
         ]
+    if profile.zero_stage and issubclass(optimizer, torch.optim.Adagrad):
+        return [f"optimizer.type: {name} derives from torch's Adagrad, which {NEEDS_OFFLOAD}"]
     if not custom.is_dotted(name):
         return []
     known = custom.parameter_names(optimizer)

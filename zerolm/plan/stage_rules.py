@@ -19,7 +19,7 @@ from zerolm.model.architecture import ConfigKey, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NOT_COMPARED = {"adagrad", "lion", *NEEDS_MUP}
+NOT_COMPARED = {"lion", *NEEDS_MUP}
 REMOVE = "Remove it, or the block"
 
 

@@ -102,6 +102,20 @@ BAD = {
     "fp16 on a CPU": ({"fp16": {"enabled": True}}, "fp16.enabled: true", "bf16"),
     "an unknown optimizer": ({"optimizer": {"type": "AdmW"}}, "optimizer.type: AdmW", '"AdamW"'),
     "Lion on a CPU": ({"optimizer": {"type": "Lion"}}, "optimizer.type: Lion", "AdamW"),
+    "Adagrad without offload": (
+        {**zero(2), "optimizer": {"type": "Adagrad"}},
+        "optimizer.type: Adagrad needs zero_optimization.offload_optimizer",
+        "use AdamW",
+    ),
+    "a class of torch's Adagrad": (
+        {
+            **zero(3),
+            "optimizer": {"type": "torch.optim.Adagrad"},
+            "zero_allow_untested_optimizer": True,
+        },
+        "optimizer.type: torch.optim.Adagrad derives from torch's Adagrad",
+        "use AdamW",
+    ),
     "an untested optimizer": (
         {**zero(2), "optimizer": {"type": "NAdam"}},
         "optimizer.type: NAdam",
@@ -123,7 +137,10 @@ BAD = {
         "Set it to 0",
     ),
     "betas of an optimizer without": (
-        {"optimizer": {"type": "Adagrad", "params": {"betas": "auto"}}},
+        {
+            **zero(2, offload_optimizer={"device": "cpu"}),
+            "optimizer": {"type": "Adagrad", "params": {"betas": "auto"}},
+        },
         "optimizer.params.betas",
         "Remove",
     ),

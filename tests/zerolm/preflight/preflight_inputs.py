@@ -69,9 +69,9 @@ def write_inputs(base: Path) -> Path:
     zero2 = json.loads((PROFILES / "zero2.json").read_text())
     write_json(base / "bf16.json", {**zero2, "bf16": {"enabled": True}})
     write_json(base / "fp32.json", {"gradient_clipping": 0.5})
-    write_json(base / "adagrad.json", {"optimizer": {"type": "Adagrad"}})
-    write_json(base / "lion.json", {"optimizer": {"type": "Lion"}, "zero_optimization": {
-        "stage": 2, "offload_optimizer": {"device": "cpu"}}})  # fmt: skip
+    for kind in ("Adagrad", "Lion"):
+        write_json(base / f"{kind.lower()}.json", {"optimizer": {"type": kind},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})  # fmt: skip
     (base / "torn.json").write_text('{"zero_optimization": ')
     write_json(base / "settings.json", {"batch_size": 8})
     return base
