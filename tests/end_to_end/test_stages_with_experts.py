@@ -49,9 +49,19 @@ MODELS = {
     },
     "tied": {**QWEN3, **DEEP, "num_experts_per_tok": 2, "tie_word_embeddings": True},
     "global": {**MIXTRAL, **DEEP},
+    # Stages without experts: the first, and the last, whose model returns the router logits.
+    "dense-first": {**DEEPSEEK, **DEEP, "first_k_dense_replace": 2},
+    "dense-last": {
+        **QWEN3,
+        **DEEP,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [2, 3],
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.05,
+    },
 }
 LOSSES = {
-    "deepseek": ("--balance_rate", RATE),
+    **dict.fromkeys(("deepseek", "dense-first"), ("--balance_rate", RATE)),
     "global": ("--global_router_loss", "--router_z_loss", 0.02, "--z_loss", 0.01),
 }
 
@@ -64,7 +74,9 @@ def flags(base: Path, corpus: Path, run: str, name: str, stage: int, stages: int
     config = write_json(base / f"{name}.json", MODELS[name])
     file = profile_of(base / f"zero{stage}-{stages}-{bf16}.json", stage, bf16)
     if stages > 1:
-        write_json(file, {**json.loads(file.read_text()), "pipeline": {"stages": stages}})
+        layers = [DEEP["num_hidden_layers"] // stages] * stages
+        block = {"pipeline": {"stages": stages, "layers": layers}}
+        write_json(file, {**json.loads(file.read_text()), **block})
     found = recipe(config, corpus, base / run, file, STEPS, 1)
     found += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
     found += ["--expert_parallel", degree] if degree > 1 else []
@@ -77,9 +89,10 @@ def reference(corpus):
 
     def curve(name: str, bf16: bool = False):
         if (key := f"{name} {bf16}") not in known:
+            balanced = "--balance_rate" in LOSSES.get(name, ())
             known[key] = plain_pytorch.train(
                 MODELS[name], corpus, steps=STEPS, bf16=bf16, optimizer_of=without_bias_decay,
-                micro_batch_size=1, balance_rate=RATE if name == "deepseek" else None,
+                micro_batch_size=1, balance_rate=RATE if balanced else None,
                 penalties=Penalties(2, 0.05, 0.02, 0.01) if name == "global" else None,
             )  # fmt: skip
         return known[key]
@@ -90,7 +103,7 @@ def reference(corpus):
 OTHERS = (
     ("qwen3", 1, False), ("qwen3", 2, False), ("mixtral", 2, False), ("deepseek", 1, False),
     ("gpt-oss", 2, False), ("tied", 1, False), ("global", 1, False), ("mixtral", 1, True),
-    ("qwen3", 2, True),
+    ("qwen3", 2, True), ("dense-first", 1, False), ("dense-last", 2, False),
 )  # fmt: skip
 
 
@@ -98,11 +111,12 @@ OTHERS = (
     ("ranks", "stages", "degree", "cases"),
     [
         (4, 2, 2, (("mixtral", 1, False),)),
+        pytest.param(4, 2, 2, OTHERS[-2:], marks=pytest.mark.soak),
         pytest.param(4, 2, 2, OTHERS, marks=pytest.mark.soak),
         pytest.param(8, 2, 2, OTHERS, marks=pytest.mark.soak),
         pytest.param(4, 4, 1, OTHERS, marks=pytest.mark.soak),
     ],
-    ids=["2x2", "2x2-others", "2x4", "4x1-whole"],
+    ids=["2x2", "dense", "2x2-others", "2x4", "4x1-whole"],
 )
 def test_a_run_equals_plain_pytorch(
     tmp_path, corpus, reference, ranks, stages, degree, cases

@@ -84,13 +84,11 @@ def divided_parameters(model: torch.nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def recognized(degree: int) -> Iterator[None]:
-    """Make an engine of stage 1 or 2 built in this context treat marked parameters as experts.
-
-    Args:
-        degree: number of ranks in an expert group; 1: nothing is divided, or at stage 3.
+def recognized(model: torch.nn.Module, zero_stage: int) -> Iterator[None]:
+    """Make an engine built in this context treat a model's divided parameters as experts, which
+    needs nothing at stage 3, or if there are none, as in a pipeline stage of dense layers.
     """
-    if degree == 1:
+    if zero_stage == 3 or not divided_parameters(model):
         yield
         return
     from deepspeed.runtime.engine import DeepSpeedEngine

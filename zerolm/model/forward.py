@@ -59,8 +59,6 @@ def token_losses(
             return torch.zeros(batch["targets"].shape, device=batch["targets"].device), None
         stage.received = received
     inputs = _inputs(inner, batch)
-    if stage is not None and "output_router_logits" in inputs:
-        inputs["output_router_logits"] = False  # see `_with_router_logits` of the stage
     if head := find_chunked_head(inner):  # never stores all logits of the micro-batch
         with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)

@@ -21,7 +21,12 @@ from torch import nn
 from zerolm.distributed.collectives import gather_objects
 from zerolm.engine import replaced
 from zerolm.engine.stages import STAGE, mark_copy
-from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
+from zerolm.model.architecture import (
+    ConfigKey,
+    decoder_blocks,
+    meta_model,
+    router_loss_coefficient,
+)
 from zerolm.model.document_mask import isolating_masks
 
 if TYPE_CHECKING:
@@ -143,8 +148,11 @@ def cut(model: Any, index: int, layers: Sequence[int], returned: int) -> Stage:
     if not stage.is_last:
         _replace(model, head_path, nn.Identity())
         replaced.install(model, "forward", _without_head(model, stage))
-    elif model.base_model is not model:
-        replaced.install(model.base_model, "forward", _with_router_logits(model.base_model))
+    elif router_loss_coefficient(model.config) is not None:
+        replaced.install(model, "forward", _asking_for_router_logits(model, False))
+        if model.base_model is not model:
+            inner = model.base_model
+            replaced.install(inner, "forward", _asking_for_router_logits(inner, True))
     setattr(model, STAGE, stage)
     return stage
 
@@ -179,16 +187,15 @@ def _without_head(model: Any, stage: Stage) -> Any:
     return forward
 
 
-def _with_router_logits(inner: Any) -> Any:
-    """Return the forward pass of the last stage's inner model, with router logits even if its
-    causal LM asks for none, because it would compute a router loss of this stage's routers alone.
+def _asking_for_router_logits(model: Any, wanted: bool) -> Any:
+    """Return the forward pass of the last stage's model or inner model: the inner one returns
+    router logits, although its causal LM is asked for none, because it would compute a router loss
+    of this stage's routers alone, and fail without any.
     """
-    original = inner.forward
+    original = model.forward
 
     def forward(*args: Any, **inputs: Any) -> Any:
-        if "output_router_logits" in inputs:
-            inputs["output_router_logits"] = True
-        return original(*args, **inputs)
+        return original(*args, **inputs | {"output_router_logits": wanted})
 
     return forward
 

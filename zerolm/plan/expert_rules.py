@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING
 
 from zerolm.config.settings import Settings, flags_of
 from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.topology import LAYERS_KEY
-from zerolm.model.architecture import is_routed_expert, meta_model, num_experts
-from zerolm.plan.rank_share import shapes_of_stages
+from zerolm.model.architecture import meta_model, num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from zerolm.plan.plan import Plan
 
 OPTIMIZERS = ("adam", "adamw", "muon")
 WITHOUT = "Remove it, or the flag"
@@ -61,23 +57,6 @@ def host_problems(settings: Settings, host_ranks: int) -> list[str]:
     return [
         f"{settings.where('expert_parallel')}: {degree} does not divide the {host_ranks} rank(s) "
         f"of a host, but tokens are exchanged inside hosts only. Choose a divisor of {host_ranks}."
-    ]
-
-
-def stage_problems(plan: "Plan") -> list[str]:
-    """Return why the division into pipeline stages does not support `--expert_parallel`."""
-    if plan.layout.stages == 1 or plan.layout.experts == 1:
-        return []
-    settings, layers = plan.settings, list(plan.ds.stage_layers)
-    found = shapes_of_stages(plan.model.shapes, layers)
-    without = [n for n, own in enumerate(found) if not any(map(is_routed_expert, own))]
-    if not without:
-        return []
-    return [
-        f"{settings.where('expert_parallel')}: {settings.expert_parallel} is not supported with "
-        f"{plan.ds.name}: {LAYERS_KEY}: {layers}: stage {without[0]} (from 0) has no experts, "
-        f"which was not compared with a reference. Give each stage a layer with experts, or use "
-        f"fewer stages."
     ]
 
 

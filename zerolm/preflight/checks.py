@@ -188,7 +188,6 @@ OF_PLAN: tuple[tuple[str, Check], ...] = (
     ("problems", _profiler_problems),
     ("problems", _course_problems),
     ("problems", _expert_host_problems),
-    ("problems", expert_rules.stage_problems),
     ("problems", features.host_problems),
     ("notices", plausibility.notices),
     ("problems", initial_weights.optimizer_problems),

@@ -196,7 +196,7 @@ def initialize(
         muon.import_uncompiled()
     with (
         muon.leaving_to_adamw(others),
-        experts.recognized(1 if profile.zero_stage == 3 else plan.layout.experts),
+        experts.recognized(model, profile.zero_stage),
         sharding_within(plan.layout.shard_within) as across,
     ):
         groups = parameter_groups(model, weight_decay, profile.optimizer.params, factors)

@@ -82,7 +82,7 @@ def engine_of(stage: int = 1) -> Any:
         {"params": [model.dense]},
         {"params": [model.experts], "moe": True, "name": experts.group_name(DEGREE)},
     ]
-    with experts.recognized(1 if stage == 3 else DEGREE):
+    with experts.recognized(model, stage):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     spare_memory_traffic(engine)
     return engine

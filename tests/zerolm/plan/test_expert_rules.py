@@ -1,7 +1,6 @@
 """What `--expert_parallel` cannot be combined with, and the layout and memory that it gives."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -11,11 +10,9 @@ from tests.launching import LLAMA
 from zerolm.distributed.layout import Axis, Layout
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.topology import layout_of
-from zerolm.model.architecture import parameter_shapes
-from zerolm.model.model import Model
 from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory
-from zerolm.plan.expert_rules import host_problems, problems, stage_problems
+from zerolm.plan.expert_rules import host_problems, problems
 
 ZERO1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text()) | {"bf16": {"enabled": True}}
 MIXTRAL = {
@@ -83,25 +80,6 @@ def test_each_pipeline_stage_divides_the_experts_of_its_layers():
         assert states.master == 4 * (dense // 4 + 400 // 2)
     sizes = [memory.checkpoint_bytes(shapes, profile, experts=degree) for degree in (1, 2)]
     assert sizes[0] - sizes[1] == 2 * 800, "the weights of other ranks' experts"
-
-
-def test_a_stage_without_experts_is_refused():
-    config = AutoConfig.for_model(**{**MIXTRAL, "num_hidden_layers": 4})
-    shapes = {name: each for name, each in parameter_shapes(config).items() if ".0." not in name}
-    shapes["model.layers.0.mlp.down_proj.weight"] = (8, 8)
-    settings = RunSettings(expert_parallel=2)
-
-    def problems_of(*layers: int) -> list[str]:
-        block = {"pipeline": {"stages": 2, "layers": [*layers]}}
-        plan = SimpleNamespace(
-            layout=Layout(4, stages=2, experts=2), settings=settings,
-            ds=Profile.parse({**ZERO1, **block}, "ds.json"), model=Model("m.json", config, shapes),
-        )  # fmt: skip
-        return stage_problems(plan)
-
-    assert problems_of(2, 2) == []
-    [line] = problems_of(1, 3)
-    assert "pipeline.layers: [1, 3]: stage 0 (from 0) has no experts" in line
 
 
 def zero(stage: int = 1, **keys) -> dict:
