@@ -21,7 +21,7 @@ from zerolm.engine.deepspeed_launcher import accelerator_kind
 CPU = "cpu"  # kind of a rank's device if it has no accelerator; also a value of --hardware
 ABSENT = "absent"  # kind of a device that was requested but is not in this machine
 # A CPU emulates bf16 if its bf16 products take longer than this, relative to float32. Measured
-# ratios are 20 to 200 with AVX2, about 3 with only AVX-512, and at most 1 with AVX512-BF16 or AMX.
+# ratios are 20 to 200 with AVX2, about 3 with only AVX-512, 0.5 to 2.5 with AVX512-BF16 or AMX.
 EMULATED_RATIO = 1.7
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"amx_bf16", "avx512_bf16"}
