@@ -141,6 +141,29 @@ def test_a_run_equals_plain_pytorch(
         assert {key: each for key, each in found.items() if each > LIMITS[bf16].get(key, 1)} == {}
 
 
+@pytest.mark.soak
+def test_compiled_blocks_equal_plain_pytorch(tmp_path, corpus, reference) -> None:
+    """With experts over two ranks and whole; as close as compiled whole models."""
+    cases = [
+        ("mixtral", 1, 2, ("--gradient_checkpointing", "full")), ("gpt-oss", 2, 2, ()),
+        ("mixtral", 2, 1, ()),
+    ]  # fmt: skip
+    jobs = [
+        {
+            "flags": flags(
+                tmp_path, corpus, f"{name}-{stage}", name, stage, 2, degree, "--compile", *more
+            )
+        }
+        for name, stage, degree, more in cases
+    ]
+    printed = runs_in_one_process.launch(jobs, tmp_path, 4)
+    assert "compile: 2 blocks" in printed and "graph breaks" not in printed
+    for name, stage, degree, _ in cases:
+        found = differences(tmp_path / f"{name}-{stage}", reference(name))
+        print(f"{name} ZeRO-{stage} experts over {degree}:", found)
+        assert {key: each for key, each in found.items() if each > LIMITS[False].get(key, 1)} == {}
+
+
 def apart_in_penalties(run: Path, curve: list[plain_pytorch.Step], routed: bool) -> dict:
     """Return the largest relative difference of each router loss."""
     figures, found = metrics(run), {}
