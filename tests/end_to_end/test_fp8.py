@@ -100,6 +100,26 @@ def test_the_curve_is_that_of_emulated_products(tmp_path, corpus, llama, referen
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("stages", [1, 2])
+def test_divided_experts_and_stages_train_alike(tmp_path, corpus, stages) -> None:
+    """The attention in fp8, and experts in bf16, over two ranks, also of each of two stages."""
+    config = {**MODELS["mixtral"], "num_hidden_layers": 4}
+    model = write_json(tmp_path / "mixtral.json", config)
+    jobs = []
+    for stage in (1, 2):
+        jobs.append(job(tmp_path / f"{stage}", model, corpus, stage, 2, "--expert_parallel", 2))
+        if stages > 1:
+            file = tmp_path / f"{stage}.json"
+            block = {"pipeline": {"stages": stages}}
+            write_json(file, {**json.loads(file.read_text()), **block})
+    output = runs_in_one_process.launch(jobs, tmp_path, 2 * stages)
+    assert "16 matrices (q_proj, k_proj, v_proj, o_proj), " in output
+    expected = emulated_curve(config, corpus)
+    for stage in (1, 2):
+        check(f"ZeRO-{stage}", losses_of(tmp_path / f"{stage}"), expected, 1e-4)
+
+
+@pytest.mark.soak
 def test_tied_heads_experts_and_documents_train_alike_at_stages_2_and_3(
     tmp_path, corpus, llama
 ) -> None:

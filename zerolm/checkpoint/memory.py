@@ -177,12 +177,13 @@ def create_directory(run_dir: Path, token: str) -> Path:
         OSError: the directory cannot be created, or belongs to another user.
     """
     directory = directory_of(run_dir, token)
-    make_private(user_directory())
-    if not directory.exists():
-        temporary = directory.with_name(f".tmp-{directory.name}")
-        make_private(temporary)
-        (temporary / OWNER).write_text(os.path.realpath(run_dir))
-        os.replace(temporary, directory)
+    temporary = directory.with_name(f".tmp-{directory.name}")
+    while not directory.exists():
+        make_private(user_directory())
+        with contextlib.suppress(FileNotFoundError):  # a run that ended has removed its parent
+            make_private(temporary)
+            (temporary / OWNER).write_text(os.path.realpath(run_dir))
+            os.replace(temporary, directory)
     return directory
 
 
@@ -228,4 +229,8 @@ def _directories(wanted: Callable[[str], bool]) -> list[Path]:
     parent = user_directory()
     if not parent.is_dir() or parent.is_symlink():
         return []
-    return [path for path in parent.iterdir() if wanted(path.name) and path.is_dir()]
+    try:
+        found = list(parent.iterdir())
+    except FileNotFoundError:  # another stage, or another run, has removed the last copies
+        return []
+    return [path for path in found if wanted(path.name) and path.is_dir()]

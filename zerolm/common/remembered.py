@@ -1,10 +1,11 @@
 """Values that follow from known inputs alone, kept between processes in the user's cache directory.
 
 A command that wants this opens the memory; without it `recall` only computes. The key of a value
-has its inputs, the names and versions of all installed packages, and a digest of zerolm's sources,
-so an update forgets everything. A file per value is replaced as a whole, so that processes may use
-the directory at the same time; a file that is damaged, or cannot be written, is ignored.
-`ZEROLM_CACHE` moves the directory, or turns the memory off. Standard library only.
+has its inputs, the names and versions of all installed packages, and a digest of zerolm's sources
+and of those that all models of transformers share, so an update forgets everything. A file per
+value is replaced as a whole, so that processes may use the directory at the same time; a file that
+is damaged, or cannot be written, is ignored. `ZEROLM_CACHE` moves the directory, or turns the
+memory off. Standard library only.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zerolm.common import library_sources
 from zerolm.common.files import make_private, write_atomically
 
 T = TypeVar("T")
@@ -147,6 +149,7 @@ def code_digest() -> str:
         with contextlib.suppress(OSError):
             names = sorted(each.name for each in Path(directory or ".").glob("*-info"))
             digest.update(repr(names).encode())
+    digest.update(library_sources.shared_digest().encode())
     package = Path(__file__).resolve().parent.parent
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

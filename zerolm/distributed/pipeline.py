@@ -52,7 +52,7 @@ class Link:
         stage: this rank's stage.
         group: process group of `peers`, for broadcasts.
         transfers: another process group of `peers`, for sending and receiving.
-        width: number of values in a hidden state.
+        state_shape: of a token's hidden state, usually (H,).
         dtype: of hidden states and gradients.
         tick: called before each exchange.
         num_counts: number of integers in each message.
@@ -69,7 +69,7 @@ class Link:
         stage: int,
         group: Any,
         transfers: Any,
-        width: int,
+        state_shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
         tick: Callable[[], None] = lambda: None,
@@ -77,7 +77,7 @@ class Link:
     ):
         self.stage, self.stages = stage, len(peers)
         self.group, self._transfers = group, transfers
-        self.width, self.dtype, self.device = width, dtype, device
+        self.state_shape, self.dtype, self.device = tuple(state_shape), dtype, device
         self.num_counts = num_counts
         self._previous = peers[stage - 1] if stage else None
         self._next = peers[stage + 1] if stage < len(peers) - 1 else None
@@ -125,7 +125,7 @@ class Link:
                 values = sent.values.detach().contiguous()
                 moved[name] = Message(values, sent.counts)
                 assert values.dtype == self.dtype, (values.dtype, self.dtype)
-                assert values.shape == (*shape, self.width), (values.shape, shape, self.width)
+                assert values.shape == (*shape, *self.state_shape), (values.shape, shape)
                 self.sent_bytes += values.nbytes + 8 * self.num_counts
                 operations += self._operations(isend, values, sent.counts, peer)
         wanted = {
@@ -134,7 +134,8 @@ class Link:
         }
         for name, (is_wanted, peer) in wanted.items():
             if is_wanted and peer is not None:
-                values = torch.empty((*shape, self.width), dtype=self.dtype, device=self.device)
+                size = *shape, *self.state_shape
+                values = torch.empty(size, dtype=self.dtype, device=self.device)
                 found[name] = Message(values, self._no_counts())
                 operations += self._operations(irecv, *found[name], peer)
         if operations:

@@ -15,12 +15,12 @@ from zerolm.engine import replaced
 from zerolm.fp8.linear import MULTIPLE, Fp8Linear
 from zerolm.model.architecture import (
     ConfigKey,
-    decoder_blocks,
     is_routed_expert,
     meta_model,
     num_experts,
 )
 from zerolm.model.flops import TRAINING_TO_FORWARD
+from zerolm.model.stages import own_blocks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -54,7 +54,7 @@ def find_layers(model: Any) -> Fp8Layers:
     Experts either multiply by stacked matrices, which are not linear layers, or receive a varying
     number of tokens.
     """
-    inside = {layer for block in decoder_blocks(model) for layer in block.modules()}
+    inside = {layer for block in own_blocks(model) for layer in block.modules()}
     experts, _ = num_experts(model.config)
     found = Fp8Layers({}, {})
     for name, layer in model.named_modules():

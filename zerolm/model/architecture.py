@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.common.library_sources import family_digest
 from zerolm.model.known_config import KnownConfig, actual
 
 if TYPE_CHECKING:
@@ -282,9 +283,13 @@ class ConfigKey:
 
     def inputs(self, *more: object) -> list[object]:
         """Return what identifies the config, and more, among remembered values."""
+        return [self.class_name, self.values, family_digest(self.class_name), *more]
+
+    @property
+    def class_name(self) -> str:
+        """The name of the config's class, with its module."""
         kind = self.config_class
-        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-        return [name, self.values, *more]
+        return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def num_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:

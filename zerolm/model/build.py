@@ -87,7 +87,7 @@ def build_model(
     if stage_groups is not None:
         with stages.parameters_on_meta():
             model = construct(config, dtype, attn_implementation)
-        returned = stages.values_returned(config)
+        returned = stages.passed(config).values
         stages.cut(model, stage_groups.stage, stage_layers, returned)
         _cast_parameters(model, dtype)
     else:

@@ -144,15 +144,18 @@ def _inputs(inner: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 def next_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     """Return the logits of the token after each of these, (B, T, V), as an exported model does.
 
-    Every stage of a replica must call this, and gets them.
+    Every stage of a replica must call this, and gets them, in float32: some families compute
+    logits in float32 whatever their weights are.
     """
     inner, logits_BTV = getattr(model, "module", model), own_logits(model, ids_BT)
     stage = stage_of(inner)
+    if stage is None:
+        assert logits_BTV is not None
+        return logits_BTV
     if logits_BTV is None:
-        assert stage is not None and stage.link is not None
         shape = *ids_BT.shape, inner.config.get_text_config().vocab_size
-        logits_BTV = torch.empty(shape, dtype=stage.link.dtype, device=stage.link.device)
-    return on_every_stage(model, logits_BTV.contiguous())
+        logits_BTV = torch.empty(shape, device=ids_BT.device)
+    return on_every_stage(model, logits_BTV.float().contiguous())
 
 
 def own_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor | None:

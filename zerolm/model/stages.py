@@ -13,7 +13,7 @@ small copy. Must not depend on DeepSpeed's engine or the training loop.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -101,6 +101,19 @@ def blocks_path(model: Any) -> str:
     raise ValueError(f"{type(model).__name__} has no list of {depth} blocks")
 
 
+def _inner(model: Any) -> Any:
+    """Return the part of a causal LM that runs the blocks, and no head.
+
+    Llama 4's text model is not named by its `base_model_prefix`.
+    """
+    if model.base_model is not model:
+        return model.base_model
+    child = getattr(model, blocks_path(model).partition(".")[0])
+    if isinstance(child, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__} runs its blocks itself")
+    return child
+
+
 def own_blocks(model: Any) -> list[nn.Module]:
     """Return the decoder blocks that a model computes: of a stage, only its own; empty if the model
     has no list of blocks.
@@ -117,7 +130,7 @@ def cut(model: Any, index: int, layers: Sequence[int], returned: int) -> Stage:
     Args:
         model: its parameters may be on the meta device.
         layers: number of blocks of each stage.
-        returned: the result of `values_returned`.
+        returned: `values` of the result of `passed`.
     """
     first = sum(layers[:index])
     own = range(first, first + layers[index])
@@ -150,9 +163,8 @@ def cut(model: Any, index: int, layers: Sequence[int], returned: int) -> Stage:
         replaced.install(model, "forward", _without_head(model, stage))
     elif router_loss_coefficient(model.config) is not None:
         replaced.install(model, "forward", _asking_for_router_logits(model, False))
-        if model.base_model is not model:
-            inner = model.base_model
-            replaced.install(inner, "forward", _asking_for_router_logits(inner, True))
+        inner = _inner(model)
+        replaced.install(inner, "forward", _asking_for_router_logits(inner, True))
     setattr(model, STAGE, stage)
     return stage
 
@@ -176,7 +188,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 def _without_head(model: Any, stage: Stage) -> Any:
     """Return the forward pass of a stage that is not the last: it leaves its result in `kept`."""
-    inner = model.base_model
+    inner = _inner(model)
 
     def forward(**inputs: Any) -> torch.Tensor:
         stage.router_logits = getattr(inner(**inputs), "router_logits", None) or ()
@@ -208,6 +220,12 @@ class _Elsewhere(nn.Module):
         weight = like.weight if isinstance(like, nn.Embedding) else None
         self.width = None if weight is None else weight.shape[1]
         self.dtype = None if weight is None else weight.dtype
+        self.register_buffer("no_values", torch.empty(0, dtype=self.dtype), persistent=False)
+
+    @property
+    def weight(self) -> Any:
+        """A tensor without values, for models that ask for its device."""
+        return self.no_values
 
     def forward(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if self.width is None or values.is_floating_point():
@@ -239,19 +257,38 @@ class _OtherBlock(nn.Module):
         return (hidden_states, *[None] * (self._returned - 1))
 
 
-def values_returned(config: "PretrainedConfig") -> int:
-    """Return the length of the tuple that a model's block returns, with the hidden states first; 0
-    if it returns only these.
+class Passed(NamedTuple):
+    """What a model's blocks return.
 
-    Found by a forward pass without memory; 0 if that fails, in which case a stage fails or differs
-    in the proof.
+    Attributes:
+        values: length of the tuple, with the hidden states first; 0 if they return only these.
+        state_shape: of a token's hidden state, usually (H,); empty if unknown.
+        in_float32: whether hidden states are float32 in a bf16 model.
     """
-    return _values_returned(ConfigKey.of(config))
+
+    values: int = 0
+    state_shape: tuple[int, ...] = ()
+    in_float32: bool = False
+
+    def state(
+        self, config: "PretrainedConfig", dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape of a token's hidden state, and its dtype in a model of this dtype."""
+        shape = self.state_shape or (config.get_text_config().hidden_size,)
+        return shape, torch.float32 if self.in_float32 else dtype
+
+
+def passed(config: "PretrainedConfig") -> Passed:
+    """Return what a model's blocks return, found by a forward pass without memory in bf16.
+
+    If that fails it is unknown, in which case a stage fails or differs in the proof.
+    """
+    return _passed(ConfigKey.of(config))
 
 
 @lru_cache(maxsize=16)
-def _values_returned(key: ConfigKey) -> int:
-    model = meta_model(key.config)
+def _passed(key: ConfigKey) -> Passed:
+    model = meta_model(key.config).to(torch.bfloat16)
     found: list[Any] = []
     block = model.get_submodule(blocks_path(model))[0]
     block.register_forward_hook(lambda _, __, output: found.append(output))
@@ -262,7 +299,13 @@ def _values_returned(key: ConfigKey) -> int:
                 model(input_ids=ids, use_cache=False)
     except Exception:  # any class: a model's own code may read values
         pass
-    return len(found[0]) if found and isinstance(found[0], tuple) else 0
+    if not found:
+        return Passed()
+    is_tuple = isinstance(found[0], tuple)
+    states = found[0][0] if is_tuple else found[0]
+    return Passed(
+        len(found[0]) if is_tuple else 0, tuple(states.shape[2:]), states.dtype == torch.float32
+    )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -139,10 +139,10 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
 
     config = copy.deepcopy(plan.model.config)
     text, settings = config.get_text_config(), plan.settings
-    text.num_hidden_layers = 1
-    if isinstance(getattr(text, "layer_types", None), list):
-        text.layer_types = text.layer_types[:1]
     try:
+        text.num_hidden_layers = 1
+        if isinstance(vars(text).get("layer_types"), list):
+            text.layer_types = text.layer_types[:1]
         block = Model.from_config(config)
         if block.num_parameters > TIMED_PARAMETERS:
             return None

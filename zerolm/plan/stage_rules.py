@@ -70,15 +70,15 @@ def _model_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[str
             f"{LAYERS_KEY}: {list(profile.stage_layers)} has {sum(profile.stage_layers)} blocks, "
             f"but the model has {blocks}. Correct it"
         )
-    for key, value in facts["dropout"].items():
+    for key, value in facts["random"].items():
         yield f"{key} is {value}: stages draw other numbers than a whole model. Set it to 0"
 
 
 def _facts(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return the name of the list of blocks, why there is none, and keys with dropout."""
+    """Return the name of the list of blocks, why there is none, and keys of random changes."""
     from zerolm.model.stages import blocks_path
 
-    found: dict[str, Any] = {"path": "", "why": "", "dropout": {}}
+    found: dict[str, Any] = {"path": "", "why": "", "random": {}}
     model = meta_model(ConfigKey.of(config).config)
     try:
         found["path"] = blocks_path(model)
@@ -86,8 +86,9 @@ def _facts(config: "PretrainedConfig") -> dict[str, Any]:
         found["why"] = str(error)
     for key, value in model.config.get_text_config().to_dict().items():
         heads = key.startswith(("classifier", "summary"))  # causal LMs do not have these
-        if "drop" in key and not heads and isinstance(value, (int, float)) and value > 0:
-            found["dropout"][key] = value
+        is_random = "drop" in key or "jitter" in key
+        if is_random and not heads and isinstance(value, (int, float)) and value > 0:
+            found["random"][key] = value
     return found
 
 
@@ -106,6 +107,11 @@ def _profile_reasons(config: "PretrainedConfig", profile: Profile) -> Iterator[t
         )
     if profile.optimizer.kind in NOT_COMPARED:
         yield f"optimizer.type {profile.optimizer.name}", "Use AdamW"
+    if profile.uses_muon and profile.uses_bf16_optimizer:
+        yield (
+            "Muon at stage 1 in bf16 with fp32 gradients: DeepSpeed refuses it",
+            "Use AdamW or stage 2",
+        )
     if profile.precision == "fp16":
         yield "fp16: a stage gets gradients that are scaled already", "Use bf16"
     for name, device in profile.offloads.items():

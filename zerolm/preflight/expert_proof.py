@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import reason
 from zerolm.config.settings import Settings
-from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.profile import Profile, block
 from zerolm.model.architecture import ConfigKey, num_experts
 from zerolm.model.model import Model
 from zerolm.preflight import stage_proof
 from zerolm.preflight.model_proof import computable_copy, kernels, trial_tokens, was_proven
+from zerolm.run_dir.records import find_run_json
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,7 @@ def problems(
     if settings.expert_parallel is None or found.problems:
         return []
     stages = 1 if profile is None else min(stage_proof.STAGES, profile.stages)
-    known = stages == 1 or stage_proof.began_in_stages(settings)
-    if not settings.check and known and was_proven(model, settings):
+    if not settings.check and was_proven(model, settings) and _was_divided(settings, stages):
         return []
     from zerolm.preflight.observed_model import quiet  # imports torch
 
@@ -57,6 +57,13 @@ def problems(
     return [
         f"{where}: {model.path}: {model.config.model_type}: {text}. Use ZeRO-3 instead of the flag."
     ]
+
+
+def _was_divided(settings: Settings, stages: int) -> bool:
+    """Return whether the run's record has divided experts, in stages if it shall have some."""
+    record = (find_run_json(settings.run_dir) if settings.run_dir else None) or {}
+    in_stages = stages == 1 or len(stage_proof.proven_layers(settings)) > 1
+    return in_stages and block(record, "settings").get("expert_parallel") is not None
 
 
 def differences(config: "PretrainedConfig", tokens: int, stages: int = 1) -> dict[str, float]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from zerolm.common import library_sources
 from zerolm.common.errors import ConfigError, Findings, RecordError, reason
 from zerolm.common.provenance import installed_version
 from zerolm.common.values import shown
@@ -97,9 +98,11 @@ def trial_tokens(seq_len: int | None) -> int:
     return min(seq_len or TOKENS, LONGEST)
 
 
-def proven_with() -> dict[str, str | None]:
-    """Return the versions of the packages that the check depends on, to be recorded in run.json."""
-    return {package: installed_version(package) for package in ("torch", "transformers")}
+def proven_with(config: "PretrainedConfig") -> dict[str, str | None]:
+    """Return the versions and sources that the check depends on, to be recorded in run.json."""
+    found = {package: installed_version(package) for package in ("torch", "transformers")}
+    family = library_sources.family_digest(ConfigKey.of(config).class_name)
+    return {**found, "sources": f"{library_sources.shared_digest()} {family}"}
 
 
 def was_proven(model: Model, settings: Settings) -> bool:
@@ -116,7 +119,7 @@ def was_proven(model: Model, settings: Settings) -> bool:
     ):
         return False
     same = record.get("model_config") == json.loads(json.dumps(model.config.to_diff_dict()))
-    return same and record.get(RECORD_KEY) == proven_with()
+    return same and record.get(RECORD_KEY) == proven_with(model.config)
 
 
 @lru_cache(maxsize=64)

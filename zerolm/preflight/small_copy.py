@@ -147,6 +147,13 @@ def small_copies(config: "PretrainedConfig", shapes: Shapes) -> Iterator[Copy]:
         yield Copy(_narrow(copy.deepcopy(config)), same_widths=False)
 
 
+def narrow_config(config: "PretrainedConfig") -> "PretrainedConfig | None":
+    """Return the config with all layers, but narrow; None if it has more than `MANY_LAYERS`."""
+    if config.get_text_config().num_hidden_layers > MANY_LAYERS:
+        return None
+    return _narrow(copy.deepcopy(config))
+
+
 def num_values(config: "PretrainedConfig", small: "PretrainedConfig", shapes: Shapes) -> int:
     """Return the approximate number of parameters in a model with a `shallow_config`."""
     layers, depth = len(_layers(shapes)), getattr(small.get_text_config(), "num_hidden_layers", 0)

@@ -1,12 +1,15 @@
 """Check on a small copy that cutting a model into pipeline stages changes no bit.
 
-For `pipeline.stages`. The stages of a copy run one after another in this process, and get each
-other's hidden states and gradients. The loss and the gradient of every parameter must have the bits
-of a whole copy, so no list of model types is needed. The stages' parts of a router loss must add up
-to the model's own, and so must their gradients. `model_proof` must have found no problem.
+For `pipeline.stages`. The copy has all layers, if it can be computed, and is cut where the run cuts
+the model. Its stages run one after another in this process, and get each other's hidden states and
+gradients. The loss and the gradient of every parameter must have the bits of a whole copy, so no
+list of model types is needed. The stages' parts of a router loss must add up to the model's own,
+and so must their gradients. Hidden states must have the shape and precision that stages will
+expect, and training must draw no random numbers. `model_proof` must have found no problem.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import reason
@@ -15,9 +18,10 @@ from zerolm.ds_config.profile import Profile, block
 from zerolm.ds_config.topology import STAGES_KEY
 from zerolm.model.architecture import ConfigKey, experts_per_token, router_loss_coefficient
 from zerolm.model.model import Model
+from zerolm.plan import stage_share
 from zerolm.plan.exchange import num_layers
 from zerolm.preflight.model_proof import computable_copy, kernels, trial_tokens, was_proven
-from zerolm.preflight.small_copy import with_depth
+from zerolm.preflight.small_copy import narrow_config, with_depth
 from zerolm.run_dir.records import find_run_json
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 # Largest difference of the router loss or a gradient of it, relative to the largest in its tensor:
 # the stages sum in another order.
 TOLERANCE = 1e-4
-STAGES = 3  # at most, so that one of them is neither first nor last
+STAGES = 3  # of a copy with fewer layers, at most, so that one is neither first nor last
 USE = "Use ZeRO-3 instead of the block"
 
 
@@ -35,40 +39,94 @@ def problems(model: Model, settings: Settings, profile: Profile, found: Any) -> 
     """Return why the model cannot be cut, unless the run's record says that it can."""
     if profile.stages == 1 or found.problems:
         return []
-    if not settings.check and was_proven(model, settings) and began_in_stages(settings):
+    layers = layers_of(model, settings, profile)
+    if not settings.check and was_proven(model, settings) and layers == proven_layers(settings):
         return []
     from zerolm.preflight.observed_model import quiet  # imports torch
 
     with quiet():
-        try:
-            small, tokens = computable_copy(
-                ConfigKey.of(model.config), trial_tokens(settings.seq_len)
-            )
-            wrong = differences(small, tokens, min(STAGES, profile.stages))
-        except Exception as error:  # any class: a model's own code may not run cut
-            text = f"a small copy cut into stages cannot be computed ({reason(error)})"
-        else:
-            if not wrong:
-                return []
-            names, worst = ", ".join([*wrong][:4]), max(wrong.values())
-            text = f"cut into stages, {names} of a small copy differ by {worst:.1e}"
+        text = _wrong(model, settings, profile, layers)
     where = f"{profile.name}: {STAGES_KEY}: {profile.stages}"
-    return [f"{where}: {model.path}: {model.config.model_type}: {text}. {USE}."]
+    return [f"{where}: {model.path}: {model.config.model_type}: {text}. {USE}."] if text else []
 
 
-def began_in_stages(settings: Settings) -> bool:
-    """Return whether the run's record says that it has pipeline stages, which were proven then."""
+def layers_of(model: Model, settings: Settings, profile: Profile) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, as the plan will have it."""
+    known = stage_share.with_layers(profile, model, settings.seq_len or 1, profile.stages)
+    return known.stage_layers
+
+
+def proven_layers(settings: Settings) -> tuple[int, ...]:
+    """Return the numbers of blocks of the stages in the run's record, which were proven then."""
     record = (find_run_json(settings.run_dir) if settings.run_dir else None) or {}
-    return Profile.parse(block(record, "ds_config")).stages > 1
+    return Profile.parse(block(record, "ds_config")).stage_layers
 
 
-def differences(config: "PretrainedConfig", tokens: int, stages: int = STAGES) -> dict[str, float]:
+def _wrong(model: Model, settings: Settings, profile: Profile, layers: tuple[int, ...]) -> str:
+    """Return why the model cannot be cut, or nothing."""
+    found, failure, largest = {}, "", 0.0
+    small, tokens = computable_copy(ConfigKey.of(model.config), trial_tokens(settings.seq_len))
+    try:
+        deep = _deep_copy(model.config, tokens)
+        small, layers = (small, ()) if deep is None else (deep, layers)
+        found = differences(small, tokens, min(STAGES, profile.stages), layers)
+        failure = "" if found else _unlike_sent(small, tokens, profile)
+    except Exception as error:  # any class: a model's own code may not run cut
+        failure = f"cannot be computed ({reason(error)})"
+    if found:
+        names, largest = ", ".join([*found][:4]), max(found.values())
+        return f"cut into stages, {names} of a small copy differ by {largest:.1e}"
+    return failure and f"a small copy cut into stages {failure}"
+
+
+def _deep_copy(config: "PretrainedConfig", tokens: int) -> "PretrainedConfig | None":
+    """Return the config of a narrow copy with all layers; None if it cannot be computed whole."""
+    from zerolm.preflight.observed_model import build_with_large_weights
+
+    try:
+        narrow = narrow_config(config)
+        if narrow is not None:
+            whole = build_with_large_weights(narrow, kernels(narrow)[0]).eval()
+            of_whole(whole, batch_of(whole, tokens))
+    except Exception:  # any class; the shorter copy runs, so it is tried instead
+        return None
+    return narrow
+
+
+def _unlike_sent(config: "PretrainedConfig", tokens: int, profile: Profile) -> str:
+    """Return how what stages send differs from what they will expect, or what else a run would do
+    otherwise than a whole model.
+    """
+    import torch
+
+    from zerolm.model.forward import hidden_states, token_losses
+    from zerolm.model.stages import passed
+    from zerolm.preflight.observed_model import build
+
+    whole = build(config, kernels(config)[0]).train()
+    batch, before = batch_of(whole, tokens), torch.random.get_rng_state()
+    dtype = torch.bfloat16 if profile.precision == "bf16" else torch.float32
+    with torch.no_grad():
+        token_losses(whole, batch)
+        if not torch.equal(before, torch.random.get_rng_state()):
+            return "draws other random numbers than a whole model"
+        sent = hidden_states(stages_of(whole, 2)[0].to(dtype), batch, None)
+    shape, expected = passed(config).state(config, dtype)
+    if tuple(sent.shape[2:]) == shape and sent.dtype == expected:
+        return ""
+    return f"sends {sent.dtype} of shape {tuple(sent.shape)}, not {expected} of {shape} per token"
+
+
+def differences(
+    config: "PretrainedConfig", tokens: int, stages: int = STAGES, layers: Sequence[int] = ()
+) -> dict[str, float]:
     """Return {parameter, or "loss": difference} of a cut from a whole model, where a bit differs,
     relative to the largest value; infinity for a parameter that no stage or several have.
 
     Args:
         tokens: in a row.
         stages: number of stages; a copy with fewer layers gets more.
+        layers: number of blocks of each stage; if empty, they are divided evenly.
     """
     import torch
 
@@ -77,7 +135,7 @@ def differences(config: "PretrainedConfig", tokens: int, stages: int = STAGES) -
     config = deep_enough(config, stages)
     whole = build_with_large_weights(config, kernels(config)[0]).eval()
     batch = batch_of(whole, tokens)
-    models = stages_of(whole, stages)
+    models = stages_of(whole, stages, layers)
     with torch.enable_grad():
         expected = of_whole(whole, batch)
         found, owners = in_stages(models, batch)
@@ -111,14 +169,14 @@ def deep_enough(config: "PretrainedConfig", stages: int) -> "PretrainedConfig":
     return config if depth >= stages else with_depth(config, stages)
 
 
-def stages_of(whole: Any, stages: int) -> list[Any]:
-    """Return copies of a model, cut into stages."""
-    from zerolm.model.stages import cut, values_returned
-    from zerolm.plan.stage_share import divide
+def stages_of(whole: Any, stages: int, layers: Sequence[int] = ()) -> list[Any]:
+    """Return copies of a model, cut into stages: evenly, or with these numbers of blocks."""
+    from zerolm.model.stages import cut, passed
 
-    layers = divide([1.0] * whole.config.get_text_config().num_hidden_layers, stages)
-    returned, models = values_returned(whole.config), []
-    for index in range(stages):
+    even = stage_share.divide([1.0] * whole.config.get_text_config().num_hidden_layers, stages)
+    layers = list(layers) or even
+    returned, models = passed(whole.config).values, []
+    for index in range(len(layers)):
         models.append(copy.deepcopy(whole))
         cut(models[-1], index, layers, returned)
     return models

@@ -28,9 +28,8 @@ from zerolm.engine.protocol import Engine
 from zerolm.engine.shard_groups import sharding_within
 from zerolm.engine.stages import StageGroups
 from zerolm.features.feature import Feature
-from zerolm.model import build
+from zerolm.model import build, stages
 from zerolm.model.architecture import num_experts, router_loss_coefficient
-from zerolm.model.stages import stage_of
 from zerolm.optim import custom
 from zerolm.optim.parameter_groups import describe_groups, parameter_groups
 from zerolm.plan.plan import Plan
@@ -86,12 +85,13 @@ def build_engine(
 
 def _link(engine: Engine, plan: Plan, groups: StageGroups) -> None:
     """Connect this stage with its neighbours."""
-    stage, width, config = stage_of(engine.module), plan.model.hidden_size, plan.model.config
-    assert stage is not None and width is not None
+    stage, config, dtype = stages.stage_of(engine.module), plan.model.config, torch_dtype(plan.ds)
+    assert stage is not None
+    shape, state_dtype = stages.passed(config).state(config, dtype)
     # Of the router loss: see `MicroBatches`.
     num_counts = 1 + (num_experts(config)[0] or 0) if router_loss_coefficient(config) else 0
     stage.link = Link(
-        groups.peers, groups.stage, groups.pipe, groups.transfers, width, torch_dtype(plan.ds),
+        groups.peers, groups.stage, groups.pipe, groups.transfers, shape, state_dtype,
         engine.device, lambda: record_progress("transfer"), num_counts,
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "mixture": mixture.record(plan.mixture, plan.source_names),
         "world_size": plan.world_size,
         "zero_stage": plan.ds.zero_stage,
-        model_proof.RECORD_KEY: model_proof.proven_with(),
+        model_proof.RECORD_KEY: model_proof.proven_with(plan.model.config),
         "versions": versions() | gpu_library_versions() | driver_version(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),

@@ -141,3 +141,26 @@ def test_a_directory_of_another_user_is_refused(run_dir, shared) -> None:
     memory.user_directory().chmod(0o777)
     with pytest.raises(Exception, match="writable by other users"):
         connect(run_dir)
+
+
+def test_stages_of_a_host_and_other_runs_may_remove_the_last_copies_at_once(
+    run_dir, shared, monkeypatch
+) -> None:
+    """Each stage's first rank removes the run's copies, and the directory of all runs."""
+    memory.create_directory(run_dir, "token")
+    seen = memory.user_directory().is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: path == memory.user_directory() or seen())
+    memory.user_directory().rename(shared / "removed")
+    memory.remove_copies(run_dir)
+    monkeypatch.undo()
+
+    def removed_once(directory: Path) -> None:
+        made.append(directory)
+        private(directory)
+        if len(made) == 1:
+            directory.rmdir()
+
+    made, private = [], memory.make_private
+    monkeypatch.setattr(memory, "make_private", removed_once)
+    monkeypatch.setattr(memory, "SHARED_MEMORY", shared)
+    assert memory.create_directory(run_dir, "token").is_dir()

@@ -94,7 +94,6 @@ REFUSED = {
     "scheduler": ({**ZERO1, "scheduler": {"type": "WarmupLR"}}, {}, "scheduler. Use --schedule"),
     "scaling": ({**ZERO1, "prescale_gradients": True}, {}, "prescale_gradients. Remove it"),
     "alignment": (zero(parameter_alignment=8), {}, "parameter_alignment. Remove it"),
-    "fp8": (ZERO1, {"fp8": True}, "--fp8: not supported with"),
     "groups": (ZERO1, {"shard_within": 2}, "--shard_within: not supported with"),
     "dense": (ZERO1, {"model": LLAMA}, "m.json: llama is not a mixture of experts"),
     "own loop": (ZERO1, {"model": JETMOE}, "the experts of jetmoe in fused tensors. Use ZeRO-3"),

@@ -41,6 +41,12 @@ def test_the_accepted_combinations():
         ({"zero_optimization": {"stage": 2}}, {"tie_word_embeddings": True}, {}, "Use stage 1"),
         ({"fp16": {"enabled": True}}, {}, {}, "fp16"),
         ({"optimizer": {"type": "Lion"}}, {}, {}, "optimizer.type Lion"),
+        (
+            {
+                "optimizer": {"type": "Muon"}, "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            }, {}, {}, "Muon at stage 1 in bf16",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, {}, {}, "scheduler"),
         ({"torch_autocast": {"enabled": True}}, {}, {}, "torch_autocast"),
         (
@@ -50,6 +56,7 @@ def test_the_accepted_combinations():
         ({"pipeline": {"stages": 7}}, {}, {}, "6 blocks"),
         ({"pipeline": {"stages": 2, "layers": [4, 4]}}, {}, {}, "has 8 blocks"),
         ({}, {"attention_dropout": 0.1}, {}, "attention_dropout"),
+        ({}, {"router_jitter_noise": 0.1}, {}, "router_jitter_noise"),
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_by_name(profile, model, settings, words):

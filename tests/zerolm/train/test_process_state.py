@@ -21,6 +21,8 @@ from zerolm.common import processes
 SHARED = {
     "zerolm.attention.varlen._model_problem",
     "zerolm.common.files.host_name",
+    "zerolm.common.library_sources.family_digest",
+    "zerolm.common.library_sources.shared_digest",
     "zerolm.common.records._keys",
     "zerolm.common.remembered.code_digest",
     "zerolm.ds_config.schema._adapter",
@@ -36,7 +38,7 @@ SHARED = {
     "zerolm.model.config_keys.names_read",
     "zerolm.model.config_words._words",
     "zerolm.model.loss_chunks._unsupported_reason",
-    "zerolm.model.stages._values_returned",
+    "zerolm.model.stages._passed",
     "zerolm.optim.optimizer_classes.optimizer_class",
     "zerolm.parts.metrics.metric_of",
     "zerolm.preflight.key_effects._idle",
