@@ -1,16 +1,16 @@
 """Load a ZeRO checkpoint that was written with another topology.
 
 World size, ZeRO stage (1, 2, 3), pipeline stages, `--shard_within`, offload of optimizer states to
-CPU and `sub_group_size` may differ. These checkpoints cannot be resharded:
-tensor-parallel ones; those with Muon, states on NVMe or frozen parameters; those written with
-`elastic_checkpoint` or `parameter_alignment`; and those with another model, optimizer type or
-master precision. This module or `zerolm.ds_config.topology.problems` refuses them.
+CPU and `sub_group_size` may differ. These checkpoints cannot be resharded: tensor-parallel ones;
+those with Muon or states on NVMe; those written with `elastic_checkpoint` or `parameter_alignment`;
+and those with another model, optimizer type or master precision. This module or
+`zerolm.ds_config.topology.problems` refuses them.
 
 Each rank memory-maps the shards that contain its values, copies these values into the current
 topology's layout, and passes the result to DeepSpeed's own loader, as if the current topology had
 saved it. No rank reads more than it needs, and nothing is converted on disk. Master weights and
 moments are copied exactly; the model's weights are recomputed from the float32 master weights, as
-after an optimizer step.
+after an optimizer step. Frozen parameters have no states; they are copied.
 
 `Pieces` contains the arithmetic, and zerolm/ds_files/zero_files.py handles the file format
 (DeepSpeed 0.19). The files must already be verified.
@@ -30,6 +30,7 @@ from zerolm.ds_files.pieces import Pieces
 from zerolm.ds_files.safe_load import interpreted, read_data
 from zerolm.ds_files.zero_files import (
     MASTER,
+    Weights,
     base_state,
     copy_pieces,
     group_states,
@@ -41,7 +42,7 @@ from zerolm.ds_files.zero_files import (
     pieces_of,
     read_models,
 )
-from zerolm.engine.parameters import divided_among
+from zerolm.engine.parameters import divided_among, gathered, is_partitioned
 from zerolm.engine.stages import groups_of
 from zerolm.engine.states import data_parallel_group, update_weights
 
@@ -97,6 +98,7 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
             _copy_group_states(template, shard, engine.optimizer.optimizer)
         _load_into_engine(engine, template)
         _restore_counters(engine, model_state)
+    _restore_frozen(engine, Weights(directory, manifest))
 
 
 def pieces_on_ranks(engine: Any) -> Pieces:
@@ -221,11 +223,6 @@ def _model_problems(
             f"{path}: param_shapes: differ from this model: {', '.join(names[:4])}. Use the "
             f"--model_config that it was written with."
         )
-    if model_state.get("frozen_param_shapes"):
-        problems.append(
-            f"{path}: frozen_param_shapes: parameters without optimizer states cannot be "
-            f"resharded. {SAME_TOPOLOGY}"
-        )
     if any(padding for group in template.get("param_alignment_paddings", []) for padding in group):
         problems.append(
             "--deepspeed_config: zero_optimization.parameter_alignment: states cannot be resharded "
@@ -323,6 +320,17 @@ def _load_into_engine(engine: Any, state: dict[str, Any]) -> None:
         optimizer.checkpoint_event_epilogue()
     else:
         update_weights(engine)
+
+
+@torch.no_grad()
+def _restore_frozen(engine: Any, weights: Weights) -> None:
+    """Restore parameters that are not trained; another stage may have them."""
+    own = dict(engine.module.named_parameters())
+    for name in weights.frozen & own.keys():
+        parameter = own[name]
+        with gathered([parameter], modifier_rank=0):
+            if not is_partitioned(parameter) or engine.global_rank == 0:
+                parameter.copy_(weights[name])
 
 
 def _restore_counters(engine: Any, model_state: dict[str, Any]) -> None:

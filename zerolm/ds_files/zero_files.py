@@ -243,6 +243,7 @@ class Weights:
         shapes: {name: torch.Size} of the parameters; tied parameters appear once.
         tied: {other name: name in `shapes`} of tied parameters.
         buffers: names of the buffers.
+        frozen: names of the parameters without optimizer states.
 
     Raises:
         CheckpointError: a shard is missing, or there are too many.
@@ -269,10 +270,15 @@ class Weights:
         }
         self.tied: dict[str, str] = dict(self._model_state["shared_params"])
         self.buffers: list[str] = list(self._model_state["buffer_names"])
-        self._frozen = self._model_state.get("frozen_param_shapes") or {}
+        self._frozen = dict(self._model_state.get("frozen_param_shapes") or {})
+        self._is_partitioned = manifest["zero_stage"] == 3
+        if not self._is_partitioned:  # at stage 1 DeepSpeed does not list them
+            known = self.shapes | self.tied | dict.fromkeys(self.buffers)
+            module = self._model_state["module"]
+            self._frozen |= {n: module[n].shape for n in module.keys() - known.keys()}
+        self.frozen = self._frozen.keys()
         self._model_files = [
-            model_file(directory, manifest, rank=rank)
-            for rank in range(num_shards(manifest) if manifest["zero_stage"] == 3 else 1)
+            model_file(directory, manifest, rank=rank) for rank in range(num_shards(manifest))
         ]
 
     @cached_property
@@ -318,6 +324,8 @@ class Weights:
 
     def _frozen_parameter(self, name: str) -> torch.Tensor:
         """Return a frozen parameter, joined from the parts that the ranks save at stage 3."""
+        if not self._is_partitioned:
+            return self._model_state["module"][name].detach()
         states = [read_data(path, mapped=True) for path in self._model_files]
         parts = [state["frozen_param_fragments"][name].flatten() for state in states]
         shape = self._frozen[name]

@@ -28,7 +28,7 @@ WORDS, WIDTH, STEPS, ROWS = 37, 9, 3, 12  # odd sizes, so that all parts have pa
 
 
 class TinyModel(nn.Module):
-    """A tied or untied model with odd shapes, and a buffer that is part of it."""
+    """A tied or untied model with odd shapes, a buffer that is part of it, and frozen values."""
 
     def __init__(self, tied: bool):
         super().__init__()
@@ -38,11 +38,12 @@ class TinyModel(nn.Module):
         self.out = nn.Linear(13, WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.register_buffer("seen", torch.zeros(3))
+        self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.out(self.norm(self.hidden(self.embed(tokens)).relu())))
+        return self.head(self.out(self.norm(self.hidden(self.embed(tokens) + self.shift).relu())))
 
 
 class Own(torch.optim.Optimizer):
@@ -121,9 +122,10 @@ def full_state(engine) -> dict:
     keys = [key for key, value in states[0].items() if torch.is_tensor(value) and value.dim()]
     found = {}
     for name, parameter in engine.module.named_parameters():
-        found[f"{name}: master"] = safe_get_full_fp32_param(parameter)
-        for key in keys:
-            found[f"{name}: {key}"] = safe_get_full_optimizer_state(parameter, key)
+        if parameter.requires_grad:
+            found[f"{name}: master"] = safe_get_full_fp32_param(parameter)
+            for key in keys:
+                found[f"{name}: {key}"] = safe_get_full_optimizer_state(parameter, key)
         enabled = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter], enabled=enabled):
             found[f"{name}: weight"] = parameter.detach().clone()
