@@ -46,6 +46,18 @@ def test_without_the_flag_or_with_other_problems_nothing_is_computed(monkeypatch
     assert expert_proof.problems(model, settings, Findings(["another"])) == []
 
 
+def test_a_run_that_began_with_whole_experts_is_proven_when_it_divides_them(monkeypatch):
+    recorded = {"settings": {}}
+    monkeypatch.setattr(expert_proof, "find_run_json", lambda run_dir: recorded)
+    monkeypatch.setattr(expert_proof, "was_proven", lambda model, settings: True)
+    monkeypatch.setattr(expert_proof, "differences", lambda *_: {"logits": 1.0})
+    model = Model("m.json", AutoConfig.for_model(**MODELS["mixtral"]), {})
+    settings = RunSettings(expert_parallel=2, run_dir="run")
+    assert len(expert_proof.problems(model, settings, Findings())) == 1
+    recorded["settings"]["expert_parallel"] = 4
+    assert expert_proof.problems(model, settings, Findings()) == []
+
+
 def scaled(self, hidden_NH, chosen_NK, weights_NK):
     return 1.01 * experts.exchanged(self, hidden_NH, chosen_NK, weights_NK)
 
