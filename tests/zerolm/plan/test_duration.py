@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.launching import run_module
+from tests.model_families.toy_configs import toy_config
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command
+from zerolm.model.model import Model
 from zerolm.plan import duration
 from zerolm.preflight import check
 
@@ -110,3 +113,10 @@ def test_a_block_of_the_model_is_timed_on_a_cpu(plan, monkeypatch):
     monkeypatch.setattr(duration, "bf16_ratio", lambda device: 57.0)
     bf16 = replace(plan, ds=replace(plan.ds, compute_precision="bf16"))
     assert duration._timed_mfu(bf16, rate) is None, "which would take a minute"
+
+
+def test_a_family_whose_kinds_of_layers_cannot_be_set_is_timed(plan, monkeypatch):
+    """Mamba's config derives them from the number of layers."""
+    monkeypatch.setattr(duration, "_seconds", lambda work: 1.0 if work() is None else 0.5)
+    mamba = Model.from_config(AutoConfig.for_model(**toy_config("mamba")))
+    assert duration._timed_mfu(replace(plan, model=mamba), 1e9)
