@@ -151,7 +151,8 @@ def test_compiled_blocks_of_stages_equal_plain_pytorch(tmp_path, corpus, referen
             for stages in (1, 2)
         )
         print(f"{name} ZeRO-{stage} {'bf16' if bf16 else 'fp32'}:", whole, divided)
-        assert {key: e for key, e in divided.items() if e > LIMITS[bf16].get(key, 1)} == {}
+        most = {key: max(limit, 2 * whole[key]) for key, limit in LIMITS[bf16].items()}
+        assert {key: e for key, e in divided.items() if e > most.get(key, 1)} == {}
 
 
 def test_initial_weights_are_those_of_a_whole_model(tmp_path, corpus) -> None:
