@@ -232,6 +232,21 @@ def copy_pieces(
     return flats
 
 
+def _frozen_shapes(model_state: dict[str, Any]) -> dict[str, torch.Size]:
+    """Return {name: shape} of the frozen parameters in a file of complete weights; DeepSpeed lists
+    none at stage 1, and of a pipeline stage no other names of trained ones.
+    """
+    module = model_state["module"]
+    known = {name for group in model_state["param_shapes"] for name in group}
+    known |= {*model_state["buffer_names"], *model_state["shared_params"]}
+    places = {module[name].data_ptr() for name in known & module.keys()}
+    return {
+        name: value.shape
+        for name, value in module.items()
+        if name not in known and value.data_ptr() not in places
+    }
+
+
 class Weights:
     """The weights of a verified checkpoint, loaded one at a time: float32 masters and buffers.
 
@@ -272,10 +287,9 @@ class Weights:
         self.buffers: list[str] = list(self._model_state["buffer_names"])
         self._frozen = dict(self._model_state.get("frozen_param_shapes") or {})
         self._is_partitioned = manifest["zero_stage"] == 3
-        if not self._is_partitioned:  # at stage 1 DeepSpeed does not list them
-            known = self.shapes | self.tied | dict.fromkeys(self.buffers)
-            module = self._model_state["module"]
-            self._frozen |= {n: module[n].shape for n in module.keys() - known.keys()}
+        if not self._is_partitioned:
+            for model in models:
+                self._frozen |= _frozen_shapes(model)
         self.frozen = self._frozen.keys()
         self._model_files = [
             model_file(directory, manifest, rank=rank) for rank in range(num_shards(manifest))
