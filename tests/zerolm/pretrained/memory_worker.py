@@ -44,6 +44,7 @@ def main(source: str, config_path: str, stage: int) -> None:
     from zerolm.distributed import process_group
     from zerolm.model.build import build_model
     from zerolm.model.config_file import load_model_config
+    from zerolm.pretrained.check import Sums
     from zerolm.pretrained.loaded_weights import LoadedWeights
     from zerolm.pretrained.safetensors_files import SafetensorsFiles
 
@@ -63,7 +64,8 @@ def main(source: str, config_path: str, stage: int) -> None:
     build(small, None)  # imports and buffers of DeepSpeed
     initial = None
     if source != "-":
-        initial = LoadedWeights(config, config, SafetensorsFiles(Path(source)), source, 0)
+        files = SafetensorsFiles(Path(source))
+        initial = Sums(LoadedWeights(config, config, files, source, 0))
     torch.distributed.barrier()
     peak = Peak()
     peak.start()
