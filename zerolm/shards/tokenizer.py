@@ -147,18 +147,24 @@ def _ordinary_ids(tokenizer: Any, text: str) -> list[int] | str:
 
 
 def make_portable(directory: Path) -> None:
-    """Make every version of transformers load a tokenizer copy as its tokenizer.json defines it.
+    """Make every version of transformers load a tokenizer copy as its tokenizer.json defines it,
+    and remove truncation and padding, which a call with `truncation=True` leaves in a saved file:
+    programs that read it with tokenizers would cut or pad every text.
 
     Version 4 supports neither the class TokenizersBackend nor a list of `extra_special_tokens`, and
     it overrides the pre-tokenizer's `add_prefix_space`, by default with false. If there is no
     post-processor, no special tokens are added to text; llama.cpp would add a BOS with its default
     id, which is an ordinary token here.
     """
-    path = directory / "tokenizer_config.json"
-    if not ((directory / TOKENIZER_FILE).is_file() and path.is_file()):
+    path, file = directory / "tokenizer_config.json", directory / TOKENIZER_FILE
+    if not file.is_file():
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if content.get("truncation") or content.get("padding"):
+        write_json(file, content | {"truncation": None, "padding": None})
+    if not path.is_file():
         return
     config = json.loads(path.read_text(encoding="utf-8"))
-    content = json.loads((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
     changed = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(changed.get("extra_special_tokens"), list):
         changed["additional_special_tokens"] = changed.pop("extra_special_tokens")

@@ -207,6 +207,8 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path, tokenizer_d
     )
     copy = copy_of(load_tokenizer(str(directory)), tmp_path / "copy")
     assert ids_of(copy, TEXTS) == reference_ids(tokenizer_directory, TEXTS)
+    backend = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    assert backend.truncation is None and backend.padding is None, "for other programs"
 
 
 def test_tokens_added_by_the_config_are_counted(tmp_path, tokenizer_directory):
