@@ -64,19 +64,17 @@ def proven_layers(settings: Settings) -> tuple[int, ...]:
 
 def _wrong(model: Model, settings: Settings, profile: Profile, layers: tuple[int, ...]) -> str:
     """Return why the model cannot be cut, or nothing."""
-    found, failure, largest = {}, "", 0.0
     small, tokens = computable_copy(ConfigKey.of(model.config), trial_tokens(settings.seq_len))
     try:
         deep = _deep_copy(model.config, tokens)
         small, layers = (small, ()) if deep is None else (deep, layers)
-        found = differences(small, tokens, min(STAGES, profile.stages), layers)
-        failure = "" if found else _unlike_sent(small, tokens, profile)
+        if found := differences(small, tokens, min(STAGES, profile.stages), layers):
+            names, largest = ", ".join([*found][:4]), max(found.values())
+            return f"cut into stages, {names} of a small copy differ by {largest:.1e}"
+        why = _unlike_sent(small, tokens, profile)
     except Exception as error:  # any class: a model's own code may not run cut
-        failure = f"cannot be computed ({reason(error)})"
-    if found:
-        names, largest = ", ".join([*found][:4]), max(found.values())
-        return f"cut into stages, {names} of a small copy differ by {largest:.1e}"
-    return failure and f"a small copy cut into stages {failure}"
+        why = f"cannot be computed ({reason(error)})"
+    return why and f"a small copy cut into stages {why}"
 
 
 def _deep_copy(config: "PretrainedConfig", tokens: int) -> "PretrainedConfig | None":
