@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zerolm.common import library_sources
+from zerolm.common import family_sources
 from zerolm.common.files import make_private, write_atomically
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def code_digest() -> str:
         with contextlib.suppress(OSError):
             names = sorted(each.name for each in Path(directory or ".").glob("*-info"))
             digest.update(repr(names).encode())
-    digest.update(library_sources.shared_digest().encode())
+    digest.update(family_sources.shared_digest().encode())
     package = Path(__file__).resolve().parent.parent
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

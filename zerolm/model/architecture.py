@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError, reason
-from zerolm.common.library_sources import family_digest
+from zerolm.common.family_sources import family_digest
 from zerolm.model.known_config import KnownConfig, actual
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ the arguments of transformers' attention functions: after rotary embeddings, bef
 meta device. Must not depend on how the logits are used.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,13 +167,29 @@ def _side_by_side(
     children: Mapping[str, Any], module: Any, heads: int, width: int
 ) -> tuple[Pieces, ...]:
     """Return the pieces if all queries are followed by all keys and all values, as in GPT-2's
-    `c_attn` and Phi-3's `qkv_proj`.
+    `c_attn` and Phi-3's `qkv_proj`; CodeGen has query, value and key of one shard after another.
     """
+    if hasattr(module, "mp_num"):
+        return (_in_shards(module.mp_num, heads, width),)
     weight = (children.get("c_attn") or children["qkv_proj"]).weight
     total = weight.shape[-1 if "c_attn" in children else 0]
     num_keys = (total - heads * width) // 2
     queries, keys = _grouped(num_keys, heads, width)
     return ((*queries, *keys, (0, UNCHANGED, num_keys)),)
+
+
+def _in_shards(num_shards: int, heads: int, width: int) -> Pieces:
+    """Return the pieces if each shard's queries are followed by its values and its keys; a head may
+    be in several shards.
+    """
+    values = heads * width // num_shards
+    size, found = math.gcd(values, width), []
+    for start in range(0, heads * width, values):
+        own = [
+            (place // width, QUERY_AND_KEY, size) for place in range(start, start + values, size)
+        ]
+        found += [*own, (0, UNCHANGED, values), *own]
+    return tuple(found)
 
 
 def _by_head(

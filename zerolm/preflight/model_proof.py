@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zerolm.common import library_sources
+from zerolm.common import family_sources
 from zerolm.common.errors import ConfigError, Findings, RecordError, reason
 from zerolm.common.provenance import installed_version
 from zerolm.common.values import shown
@@ -101,8 +101,8 @@ def trial_tokens(seq_len: int | None) -> int:
 def proven_with(config: "PretrainedConfig") -> dict[str, str | None]:
     """Return the versions and sources that the check depends on, to be recorded in run.json."""
     found = {package: installed_version(package) for package in ("torch", "transformers")}
-    family = library_sources.family_digest(ConfigKey.of(config).class_name)
-    return {**found, "sources": f"{library_sources.shared_digest()} {family}"}
+    family = family_sources.family_digest(ConfigKey.of(config).class_name)
+    return {**found, "sources": f"{family_sources.shared_digest()} {family}"}
 
 
 def was_proven(model: Model, settings: Settings) -> bool:

@@ -133,5 +133,8 @@ def test_the_ratio_of_bf16_is_that_of_products():
             start = time.perf_counter()
             operand @ operand
             seconds[index] = min(seconds[index], time.perf_counter() - start)
-    # On some CPUs with instructions for bf16, small products take 2.5 times those of float32.
-    assert (seconds[1] > 5 * seconds[0]) is (bf16_ratio("cpu") > 5)
+    measured, found = seconds[1] / seconds[0], bf16_ratio("cpu")
+    if found == 1.0:  # instructions for bf16; small products still take up to 2.5 times as long
+        assert measured < 5, "emulated, it would be 20 to 200"
+    else:
+        assert (measured > 1.7) is (found > 1.7)

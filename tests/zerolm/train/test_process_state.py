@@ -21,8 +21,8 @@ from zerolm.common import processes
 SHARED = {
     "zerolm.attention.varlen._model_problem",
     "zerolm.common.files.host_name",
-    "zerolm.common.library_sources.family_digest",
-    "zerolm.common.library_sources.shared_digest",
+    "zerolm.common.family_sources.family_digest",
+    "zerolm.common.family_sources.shared_digest",
     "zerolm.common.records._keys",
     "zerolm.common.remembered.code_digest",
     "zerolm.ds_config.schema._adapter",

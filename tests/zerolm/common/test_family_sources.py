@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.launching import LLAMA
-from zerolm.common import library_sources
+from zerolm.common import family_sources
 from zerolm.model.architecture import ConfigKey
 
 LLAMA_MODULE = "transformers.models.llama.configuration_llama"
@@ -17,14 +17,14 @@ def library(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("causal = True\n")
-    monkeypatch.setattr(library_sources, "_root", lambda: tmp_path)
-    for each in (library_sources.shared_digest, library_sources.family_digest):
-        monkeypatch.setattr(library_sources, each.__name__, each.__wrapped__)
+    monkeypatch.setattr(family_sources, "_root", lambda: tmp_path)
+    for each in (family_sources.shared_digest, family_sources.family_digest):
+        monkeypatch.setattr(family_sources, each.__name__, each.__wrapped__)
     return tmp_path
 
 
 def digests() -> list[str]:
-    return [library_sources.shared_digest(), library_sources.family_digest(LLAMA_MODULE)]
+    return [family_sources.shared_digest(), family_sources.family_digest(LLAMA_MODULE)]
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_an_edit_changes_the_digest_of_the_models_that_it_concerns(library, name
 
 
 def test_other_modules_and_no_package_have_no_digest(library, monkeypatch):
-    assert library_sources.family_digest("own.configuration.OwnConfig") == ""
-    monkeypatch.setattr(library_sources, "_root", lambda: None)
+    assert family_sources.family_digest("own.configuration.OwnConfig") == ""
+    monkeypatch.setattr(family_sources, "_root", lambda: None)
     assert digests() == ["", ""]
 
 
 def test_what_identifies_a_config_has_the_digest_of_its_family():
     key = ConfigKey.of(AutoConfig.for_model(**LLAMA))
-    digest = library_sources.family_digest(LLAMA_MODULE)
+    digest = family_sources.family_digest(LLAMA_MODULE)
     assert len(digest) == 32 and digest in key.inputs()
